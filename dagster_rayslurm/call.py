@@ -52,7 +52,8 @@ _SEPARATE, _SPANNING = f"topology='{Topology.SEPARATE}'", f"'{Topology.SPANNING}
 class Call:
     """The arguments of one call of a method of `ComputeResource`, and the launcher and components that result from them.
 
-    Creating the object checks the arguments, and raises `ValueError` for an invalid argument. Nothing is started.
+    `resource` is the `ComputeResource`; most other fields are arguments of `ComputeResource.run` with the same names. Creating
+    the object checks the arguments, and raises `ValueError` for an invalid argument. Nothing is started.
     """
 
     resource: ComputeFields
@@ -71,8 +72,9 @@ class Call:
     # Two lists of settings from metadata and tags: settings that arguments override, and settings that override arguments.
     settings: tuple[Sequence[Settings], Sequence[Settings]] = ((), ())
     merged: Launcher = field(init=False)  # The resource's launcher with the changes of the call.
-    origins: dict[str, Mapping[str, str]] = field(init=False)  # For "launcher" and "queue", by field: where the value was set.
-    # The components of the allocation in the job's order; empty where all nodes are alike.
+    # For the keys "launcher" and "queue": the place that set a field, such as "op_tags", by name of the field.
+    origins: dict[str, Mapping[str, str]] = field(init=False)
+    # The components of the allocation, in the order of the Slurm job; () for an allocation without components.
     parts: tuple[Component, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -187,9 +189,10 @@ class Call:
 def prepare(call: Call, nonce: str) -> tuple[Any, Backend]:
     """Returns two values: the plan of a call's payload, and the backend that runs the plan. Nothing is started.
 
-    The plan is a `Plan`; with topology "separate", it is a dictionary of one `Plan` for each component, by component id. `nonce`
-    is a random text that no other call has; it becomes a part of the names of the run directory and the job. Raises `ValueError`
-    if an argument is invalid, or if the backend cannot run the plan.
+    A plan has everything that is needed to start a payload. A backend is the object that starts payloads in one mode, for example
+    as Slurm jobs. The plan is a `Plan`; with topology "separate", it is a dictionary of one `Plan` for each component, by
+    component id. `nonce` is a random text that no other call has; it becomes a part of the names of the run directory and the
+    job. Raises `ValueError` if an argument is invalid, or if the backend cannot run the plan.
     """
     resource = call.resource
     plan_of: Callable[..., Plan] = partial(
@@ -245,10 +248,10 @@ def _check_requires(call: Call, plan: Any) -> None:
 
 
 def choose_backend(call: Call) -> Backend:
-    """Returns the backend that runs the payloads of a call, chosen by the resource's mode and topology. Starts nothing.
+    """Returns the backend (the object that starts payloads) for a call, chosen by the resource's mode and topology.
 
-    Raises `ValueError` if the environment is invalid. Raises `ValueError`, too, if payloads in local mode share a Ray cluster,
-    and the resource's components of this Ray cluster contradict each other.
+    Starts nothing. Raises `ValueError` if the environment is invalid. Raises `ValueError`, too, if payloads in local mode share a
+    Ray cluster, and the resource's components of this Ray cluster contradict each other.
     """
     resource, environment = call.resource, call.environment or _environment(call.resource)
     if isinstance(environment, ContainerEnvironment) and resource.data_dir is not None:
@@ -324,9 +327,9 @@ def log_origins(call: Call, log: Any) -> None:
 def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:
     """Returns the settings of the Ray cluster that local mode keeps running between payloads, and the components of this cluster.
 
-    The settings are None for a launcher without Ray. The list is empty if the resource has no components. If the components of
-    the resource contradict each other, there are two cases: a call with components of its own gets None and []; for any other
-    call, the function raises `ValueError`.
+    Both come from the resource, not from the arguments of the call. The settings are None if the resource's default launcher has
+    no Ray. The list is empty if the resource has no components. If the components of the resource contradict each other, the
+    function raises `ValueError`, or returns None and [] if the call has components of its own.
     """
     launcher = call.resource.default_launcher
     try:
@@ -340,17 +343,18 @@ def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:
 
 
 def mode_of(resource: ComputeFields) -> str | None:
-    """Returns the mode of the resource; if the mode is an `EnvVar`, returns the variable's value, or None for an unset variable.
+    """Returns the mode of the resource, such as "slurm"; for use outside a Dagster run, where Dagster resolves no `EnvVar`.
 
-    Dagster resolves an `EnvVar` only within a run.
+    If the mode is an `EnvVar`, the function returns the value of the environment variable; None if the variable is not set.
     """
     return resource.mode.get_value() if isinstance(resource.mode, dg.EnvVar) else resource.mode
 
 
 def _data_dir(resource: ComputeFields) -> str | None:
-    """Returns the directory that payloads share: an absolute path in local mode, the field `data_dir` in other modes.
+    """Returns the path of the data directory, which all payloads share.
 
-    In other modes, None stands for the default directory on the cluster.
+    In local mode, the result is an absolute path: that of the field `data_dir` or, if the field is None, of the directory `data`
+    in the base directory. In other modes, the result is the value of the field; None stands for the default on the cluster.
     """
     if resource.mode != ExecutionMode.LOCAL:
         return resource.data_dir
@@ -358,9 +362,10 @@ def _data_dir(resource: ComputeFields) -> str | None:
 
 
 def _environment(resource: ComputeFields) -> Environment:
-    """Returns the payloads' Python environment: the environment at `pre_deployed_env_path` or, without a path, `environment`.
+    """Returns the Python environment of payloads that the resource sets.
 
-    In local mode, a path that does not exist on this machine is ignored; the result is then Dagster's own environment. Raises
+    If the field `pre_deployed_env_path` is set, the result is the environment at this path; otherwise, it is the field
+    `environment`. In local mode, if the path does not exist on this machine, the result is Dagster's own environment. Raises
     `ValueError` if the path is set and `environment` is a `PreDeployedEnvironment`.
     """
     path = resource.pre_deployed_env_path
@@ -372,15 +377,15 @@ def _environment(resource: ComputeFields) -> Environment:
 
 
 def _is_ignored(resource: ComputeFields, path: str) -> bool:
-    """Returns True if the resource has local mode, and `path` does not exist on this machine. Local mode ignores such a path."""
+    """Returns whether `path`, that of a pre-deployed environment, is ignored: in local mode, if it is not on this machine."""
     return resource.mode == ExecutionMode.LOCAL and not os.path.exists(os.path.expanduser(path))
 
 
 def unused_fields(resource: ComputeFields, environment: object) -> str:
-    """Returns the names of the settings that local mode ignores, as a part of a sentence, such as "slurm and environment=…".
+    """Returns the settings that local mode ignores, as a part of a sentence, such as "slurm and environment=UvEnvironment(…)".
 
-    Returns "" if there are none, and in all other modes. `environment` is the environment of the call or, if the call has none,
-    of the resource.
+    Returns "" if local mode ignores no setting, and in all other modes. `environment` is the environment of the call; if the call
+    has none, that of the resource.
     """
     unused = ["slurm"] if resource.slurm is not None and resource.mode == ExecutionMode.LOCAL else []
     path = resource.pre_deployed_env_path

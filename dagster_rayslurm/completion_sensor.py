@@ -38,12 +38,12 @@ def build_completion_sensor(
     Each tick lists all submitted runs and Slurm's queue with one remote call. What the sensor does for a run that has ended
     depends on `job` and `asset_selection`:
 
-    - Without both, the sensor stores events. For a success, it stores an `AssetMaterialization` of the run's asset and of each
+    - If both are None, the sensor stores events. For a success, it stores an `AssetMaterialization` of the run's asset and of each
       further asset that the payload reported, with the reported metadata and data version, and an `AssetCheckEvaluation` for each
       reported asset check. For a failure, it stores an `AssetObservation` of the run's asset with a sentence about the failure.
       Output files are not copied.
-    - With either, the sensor requests a Dagster run, for a success and a failure alike. The `RunHandle` of the submitted run is
-      in a tag of the Dagster run, where `reattach` finds the handle. Write the asset so that it returns
+    - If one of them is given, the sensor requests a Dagster run, for a success and a failure alike. The `RunHandle` of the
+      submitted run is in a tag of the Dagster run, where `reattach` finds the handle. Write the asset so that it returns
       `compute.reattach(context=context).get_materialize_result()`; this call also copies output files.
 
     If the cluster does not answer within 30 seconds, the tick is skipped, and the skip reason names the cluster.

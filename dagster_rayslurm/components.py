@@ -42,9 +42,10 @@ class Component:
 def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -> tuple[Component, ...]:
     """Returns the components in the order of the Slurm job; the component with the payload and the Ray head comes first.
 
-    This is the component `payload_in` or, if that is None, the component marked `head` or, without one, the first of
-    `components`. In the result, all components have the same time limit, requeue and signal. Raises `ValueError` if there is no
-    component, or if components contradict each other.
+    The first component of the result is the component with the name `payload_in`. If `payload_in` is None, it is the component
+    marked `head`. If no component is marked, it is the first of `components`. In the result, all components have the same
+    `time_limit`, `requeue` and `signal_before_timeout`. Raises `ValueError` if there is no component, or if components contradict
+    each other.
     """
     names = [each.component_id for each in components]
     if not names:
@@ -72,10 +73,10 @@ def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -
 
 
 def _values_of_whole_job(components: Sequence[HetComponent]) -> dict[str, Any]:
-    """Returns, for each field in `_WHOLE_JOB`, the one value that all components of the job get.
+    """Returns the values of the queue fields that have one value for the whole job, such as `time_limit`, by field name.
 
-    If a queue has a value that differs from the field's default, this value is returned; otherwise, the default is returned.
-    Raises `ValueError` if two queues have different values that both differ from the default.
+    If a component's queue has a value that differs from the field's default, the result has this value; otherwise, it has the
+    default. Raises `ValueError` if two queues have different values that both differ from the default.
     """
     common = {}
     for field, meaning in _WHOLE_JOB.items():
@@ -121,10 +122,10 @@ def _check_inheritance(components: Sequence[Component]) -> None:
 
 
 def _inherited_option(written: str) -> str | None:
-    """Returns the full name of the sbatch option in `written` if sbatch passes the option on to later components; else None.
+    """Returns the full name of an option of sbatch if sbatch passes the option on to later components; otherwise None.
 
-    `written` is a text such as "--constraint=ib". As for sbatch, the beginning of the name is enough, such as "--constr"; the
-    result is None if several such options begin so.
+    `written` is the option with its value, such as "--deadline=tomorrow". Like sbatch, the function accepts a shortened name,
+    such as "--deadl"; the result is None if a shortened name could stand for several options that sbatch passes on.
     """
     name = written.partition("=")[0].removeprefix("--")
     longer = [option for option in INHERITED_OPTIONS if name and option.startswith(name)]
@@ -132,7 +133,7 @@ def _inherited_option(written: str) -> str | None:
 
 
 def merge_launchers(launcher: Launcher, components: Sequence[Component]) -> tuple[Component, ...]:
-    """Returns `components` with completed launchers: fields that a component's launcher leaves unset come from `launcher`.
+    """Returns a copy of `components` in which fields that a component's launcher leaves unset have the values of `launcher`.
 
     `components` are in the job's order. `launcher` is the launcher of the payload, which runs in the first component. If
     `launcher` starts no Ray cluster, all launchers stay unchanged. Unless `launcher` is a `RayLauncher`, its footprint becomes
@@ -235,7 +236,10 @@ def request_for(components: Sequence[Component], *, job_name: str, comment: str)
 
 
 def component_specs(request: JobRequest) -> list[ComponentSpec]:
-    """Returns the components of a job, in the form that the runtime reads; [] for a job without components."""
+    """Returns the components of the job `request`, in the form in which they stand in the settings of a runtime.
+
+    The result is [] for a job without components.
+    """
     return [
         ComponentSpec(part.component_id, part.queue.num_nodes, part.queue.cpus_per_node, part.queue.gpus_per_node)
         for part in request.components
@@ -244,11 +248,11 @@ def component_specs(request: JobRequest) -> list[ComponentSpec]:
 
 
 def on_one_machine(ray: RaySpec, components: Sequence[ComponentSpec], cpus: int) -> RaySpec:
-    """Returns a copy of `ray`, the settings of a Ray cluster, for one machine of `cpus` CPUs that simulates a node per component.
+    """Returns a copy of `ray`, the settings of a Ray cluster, for one machine that simulates a node for each component.
 
-    A node gets the CPUs and GPUs that its launcher sets. If the launcher sets no CPUs, the node gets those that the component's
-    queue requests, but at most `cpus`; without a request, it gets `cpus`. If the launcher sets no GPUs, the node gets those that
-    the queue requests; without a request, it gets none.
+    `cpus` is the number of CPUs of the machine. A node gets the CPUs and GPUs that the component's launcher sets. If the launcher
+    sets no CPUs, the node gets the CPUs that the component's queue requests, but at most `cpus`; without a request, it gets
+    `cpus`. If the launcher sets no GPUs, the node gets the GPUs that the queue requests; without a request, it gets none.
     """
     requests = {each.component_id: each for each in components}
     nodes = []

@@ -364,7 +364,7 @@ class ComputeResource(ComputeFields, dg.PipesClient):
         return reattach(self, context, handle)
 
     def cleanup_cluster(self, cluster_id: str) -> bool:
-        """End a warm Ray cluster, all payloads on the Ray cluster, and the Slurm job or session that has the Ray cluster.
+        """End a Ray cluster, all payloads that run on it, and the Slurm job or session (warm allocation) that contains it.
 
         The id of a Ray cluster is in `CompletedRun.cluster_id`, and in the metadata "Ray cluster ID". Returns False if no Ray
         cluster with this id is found. Raises `RunFailure` if the job or session does not end, or if Slurm does not answer.

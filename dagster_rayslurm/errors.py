@@ -39,9 +39,10 @@ _FINAL = ("configuration", "submission", "environment", "record", "cancelled", "
 
 
 def may_retry(kind: FailureKind | None, retry: bool | None = None) -> bool:
-    """Returns whether a `RetryPolicy` may retry a step that failed with `kind`; the result is `retry` if `retry` is not None.
+    """Returns whether a `RetryPolicy` may retry a step that failed with a failure of this kind.
 
-    If `retry` is None, the result is False for a `kind` after which another attempt cannot succeed, and if `kind` is None.
+    If `retry` is not None, the result is `retry`: it says so for one failure, whatever its kind is. Otherwise, the result is True
+    for a kind of failure after which another attempt may succeed, and False for any other kind, and for None (no failure).
     """
     return kind is not None and kind not in _FINAL if retry is None else retry
 
@@ -52,7 +53,7 @@ def without_colours(text: str) -> str:
 
 
 def one_sentence(error: ValueError) -> str:
-    """Returns the message of an error; for a pydantic error, one line with each invalid field and the field's problem."""
+    """Returns the message of an error; for a pydantic error, one line with the name and the problem of each invalid field."""
     if not isinstance(error, ValidationError):
         return str(error)
     sentences = []
@@ -74,7 +75,11 @@ class UnhealthyNode(NamedTuple):
 
 
 class StartError(RuntimeError):
-    """Raised when a runtime cannot be started; users see a `RunFailure` instead, with the same kind and `retry`."""
+    """Raised when a runtime (this package's program on the nodes) cannot be started.
+
+    Users see a `RunFailure` instead, with the same kind and `retry`. `retry` says whether a `RetryPolicy` may retry the step;
+    None stands for the default of `kind`.
+    """
 
     def __init__(self, kind: FailureKind, message: str, retry: bool | None = None) -> None:
         super().__init__(message)

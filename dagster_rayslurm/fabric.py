@@ -57,7 +57,7 @@ class FabricWatch:
     _partial: dict[str, str] = field(default_factory=dict)  # By stream, the beginning of a line.
 
     def feed(self, stream: str, text: str) -> None:
-        """Search `text`, the latest output of the payload, for NCCL's line about sockets, from which `warning` makes a warning.
+        """Search `text`, the next piece of the payload's output, for NCCL's line about sockets, and keep the line for `warning`.
 
         `stream` is the output stream that `text` comes from, "stdout" or "stderr".
         """

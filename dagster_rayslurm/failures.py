@@ -62,9 +62,10 @@ def retry_policy_for(
 ) -> dg.RetryPolicy:
     """Returns a `RetryPolicy` that retries a `RunFailure` only if the failure's kind is in `kinds`.
 
-    Other exceptions are retried as usual. A named kind that policies do not retry by default, such as `submission`, is retried.
-    Of any other named kind, a failure after which another attempt cannot succeed is not retried. An example is the failure of
-    kind `allocation` of a job that reached the time limit.
+    Other exceptions are retried as usual. By default, a policy never retries some kinds, such as `submission`; if `kinds` has
+    such a kind, all failures of this kind are retried. By default, a policy retries other kinds, such as `allocation`, but not
+    single failures after which another attempt cannot succeed, such as that of a job that reached its time limit; these failures
+    are not retried here, either.
 
     Example:
         ```python

@@ -173,12 +173,15 @@ class StrictModel(BaseModel):
 
 
 def _title(cls: type[BaseModel]) -> str:
-    """Returns the name of a class in messages for users: the `title` in the class's `model_config`, or else the class name."""
+    """Returns the name of a class for messages to users: the `title` in its `model_config`; without a title, the class name."""
     return cls.model_config.get("title") or cls.__name__
 
 
 def _wrong_object(field: FieldInfo, value: object) -> str | None:
-    """Returns a text why `field` cannot hold `value`; None unless `value` is a class or an object of a wrong class."""
+    """Returns an error message if `value`, a value for `field`, is a class or an object of a wrong class; otherwise None.
+
+    Other mistakes in `value` are not found.
+    """
     cls = type(value)
     if isinstance(value, type):
         return f"{value.__name__} is a class; write {value.__name__}(…)"

@@ -25,7 +25,7 @@ class RunHandle:
         key: the argument `key` of the submission, for which only one job is submitted; None for a submission without a key.
         uses_pipes: whether the payload opens Dagster Pipes.
         requeue: whether Slurm may requeue the job.
-        submitted_at: when the job was submitted, in seconds of the epoch by the cluster's clock; 0 before the submission.
+        submitted_at: when the job was submitted, in seconds since the epoch by the cluster's clock; 0 before the submission.
     """
 
     run: str

@@ -1,4 +1,7 @@
-"""What the methods of `ComputeResource` do: run, await, submit and follow payloads, and end clusters."""
+"""What the methods of `ComputeResource` do: run, await, submit and follow payloads, and end clusters.
+
+A payload is the user's script or command. To follow a payload means to show its output in Dagster and to wait for its end.
+"""
 
 from __future__ import annotations
 
@@ -124,9 +127,10 @@ def submit(
 ) -> terminal.Finished | terminal.Detached:
     """Run the payloads of one call from a terminal, without Dagster, until all payloads have ended; returns the result.
 
-    If `detach` is True, the function returns as soon as the payloads have started. In the name of the run directory and in
-    messages, `name` stands in place of a step's key. `arguments` are fields of `Call`. Raises `RunFailure` if the call is invalid
-    or no payload could be started. If a payload fails after the start, the result has the failure, and nothing is raised.
+    If `detach` is True, the function returns as soon as the payloads have started. `name` stands for the payloads in messages and
+    in the name of the run directory. `log` gets the messages. `arguments` are further fields of `Call`. Raises `RunFailure` if
+    the call is invalid or no payload could be started. If a payload fails after the start, the result has the failure, and
+    nothing is raised.
     """
     if unused := unused_fields(resource, arguments.get("environment") or resource.environment):
         log.info(f"[rayslurm] local mode does not use {unused}")
@@ -209,10 +213,11 @@ def reattach(resource: ComputeFields, context: Context, handle: RunHandle | None
 def look(resource: ComputeFields, known: Sequence[str], sensor: str, at: Callable[[str], object]) -> Any:
     """Find the submitted runs of a resource that have ended, by one remote call; blocks until the cluster answers.
 
-    Returns three values: a list of `EndedRun`; the names in `known` whose run directories still exist; the number of runs that
-    have not ended. `known` has the names of the runs that were reported before. `sensor` is the name of the sensor that reports
-    the ended runs. Before the remote call, the function calls `at` with the name of the cluster. Raises `RunFailure` if the
-    resource has no cluster, and OSError if the cluster or Slurm does not answer.
+    `known` has the names of the runs whose ends were reported before, and `sensor` is the name of the Dagster sensor that reports
+    ends. Before the remote call, the function calls `at` with the name of the cluster. Returns three values: a list with an
+    `EndedRun` for each run that has ended and is not in `known`; the names in `known` whose run directories still exist; and the
+    number of runs that have not ended. Raises `RunFailure` if the resource has no cluster, and OSError if the cluster or Slurm
+    does not answer.
     """
     with configuration_errors():
         resource = resolve_variables(resource, type(resource).__name__, [])
@@ -245,9 +250,10 @@ def example(resource: ComputeFields, **arguments: Any) -> str:
 
 
 def end_cluster(resource: ComputeFields, cluster_id: str) -> bool:
-    """End the Ray cluster `cluster_id`, and the session or Slurm job that has it. Returns False if no such Ray cluster is found.
+    """End the Ray cluster with the id `cluster_id`, and the session or Slurm job that contains it; wait for the end.
 
-    Waits for the end. Raises `RunFailure` if the session or the job does not end, or if Slurm or the edge node does not answer.
+    Returns False if no such Ray cluster is found, and True otherwise. Raises `RunFailure` if the session or the job does not end,
+    or if Slurm or the edge node does not answer.
     """
     with configuration_errors(), start_errors():
         if resource.slurm is not None and mode_of(resource) != ExecutionMode.LOCAL:
@@ -257,10 +263,10 @@ def end_cluster(resource: ComputeFields, cluster_id: str) -> bool:
 
 
 def end_run(resource: ComputeFields, context: dg.InitResourceContext) -> None:
-    """End the sessions that only the Dagster run in `context` uses (scope "run"), if all steps of the Dagster run have ended.
+    """End the sessions that belong to the Dagster run in `context` alone (scope "run"), if all steps of this run have ended.
 
-    Otherwise does nothing. If the cluster cannot be reached, the function logs a warning; the sessions then end when they have
-    been idle for `idle_timeout`.
+    If a step has not ended yet, the function does nothing. If the cluster cannot be reached, the function logs a warning; the
+    sessions then end by themselves when they have been idle for `idle_timeout`.
     """
     run, instance = context.run, context.instance
     if run is None or instance is None or run.execution_plan_snapshot_id is None:
@@ -285,17 +291,18 @@ def end_run(resource: ComputeFields, context: dg.InitResourceContext) -> None:
 class EnvironmentSite:
     """The machine and directories where the environment of payloads is installed, and the settings of the installation."""
 
-    connection: Connection
-    base: str
+    connection: Connection  # Leads to the edge node of the cluster.
+    base: str  # Absolute path of the base directory on the cluster.
     environment: Environment
-    queues: Sequence[SlurmQueueConfig]  # The environment is made for the platform of their nodes; if empty, of the edge node.
-    ray: RaySpec | None
-    cache_dir: str
-    retention_days: int
+    # The environment is made for the nodes that these configurations request; without any, for the edge node.
+    queues: Sequence[SlurmQueueConfig]
+    ray: RaySpec | None  # Settings of the Ray cluster that the environment must be able to run; None for no Ray.
+    cache_dir: str  # Directory on the cluster with the results of earlier checks of environments.
+    retention_days: int  # Days after which unused environments are removed.
 
 
 def environment_site(resource: ComputeFields) -> EnvironmentSite:
-    """Returns the machine, the directories and the settings for the environment of a resource's payloads.
+    """Returns where and how the environment of a resource's payloads is installed.
 
     Every `EnvVar` of the resource must be resolved. Raises `ValueError` if the resource has no cluster.
     """

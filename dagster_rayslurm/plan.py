@@ -41,18 +41,16 @@ _BUILTINS = _MODULES | {"alias", "cd", "eval", "exec", "export", "set", "ulimit"
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a backend needs to start one payload, such as the specifications of the payload and of the Ray cluster.
-
-    `ray` is None for a payload without a Ray cluster.
-    """
+    """Everything that a backend (the object that starts payloads in one mode) needs to start one payload."""
 
     payload: PayloadSpec
-    ray: RaySpec | None
+    ray: RaySpec | None  # The settings of the payload's Ray cluster; None for a payload without Ray.
     footprint: Footprint  # What the payload or its Ray cluster requires of each node.
     secret_env: dict[str, str] = field(default_factory=dict, repr=False)  # Variables for the payload's driver process only.
     uses_pipes: bool = True
     script: str | None = None  # The script on this machine that the payload's command runs; None for other commands.
-    # Components of the allocation in the job's order, which local mode simulates; empty where all nodes are alike.
+    # The components of the allocation, in the order of the Slurm job; () if there are none. Local mode simulates each component
+    # by a node of Ray.
     components: tuple[ComponentSpec, ...] = ()
     fabric: str = "none"  # The launcher's preset for the network between the nodes.
 
@@ -75,10 +73,12 @@ def make_plan(
 ) -> Plan:
     """Returns the plan of a payload; raises `ValueError` for an invalid argument. Starts and writes nothing.
 
-    `nonce` is a random text that no other payload has. `env` has variables for the payload and the Ray workers, `secret_env`
-    variables for the payload alone. `max_output_bytes` limits the size of all output files together, and `max_stdio_bytes` the
-    size of the recorded stdout and stderr. `components` come from `merge_launchers`. If `fails_infeasible` is True, the run will
-    fail when work waits for resources that no node of the Ray cluster can ever hold.
+    `launcher` is the launcher after all changes of the call. `nonce` is a random text that no other payload has. `env` has
+    variables for the payload and the Ray workers, `secret_env` variables for the payload alone. `max_output_bytes` limits the
+    size of all output files together, and `max_stdio_bytes` the size of the recorded stdout and stderr. `data_dir` is the
+    directory that payloads share; None for the default on the cluster. `components` are those of the allocation, as
+    `merge_launchers` returns them. If `fails_infeasible` is True, the run will fail when a task, actor or placement group
+    waits for resources that no node of the Ray cluster can ever hold. The other arguments are those of `ComputeResource.run`.
     """
     both = sorted(set(env) & set(secret_env))
     if both:
@@ -188,10 +188,10 @@ def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> tuple
 
 
 def _parse_text(text: str, is_path: bool) -> tuple[list[str], str | None]:
-    """Returns the same two values as `parse_payload`, for a command that is given as text.
+    """Returns the words of a payload's command that is given as text, and the absolute path of the script that it runs.
 
-    If `is_path` is True, `text` is a path and is not split into words. Raises `ValueError` for a file that does not exist, and
-    for a text that cannot be split or needs a shell.
+    The path is None for a command without a script on this machine. If `is_path` is True, `text` is a path and is not split into
+    words. Raises `ValueError` for a file that does not exist, and for a text that cannot be split or needs a shell.
     """
     if "\0" in text:
         raise ValueError(f"payload_path: {text!r} contains a NUL character; remove it")
@@ -221,9 +221,10 @@ def _existing_file(text: str) -> str | None:
 
 
 def _without_literals(quoted: re.Match[str]) -> str:
-    """Returns a quoted part of a command with "_" in place of each character to which a shell would give no meaning there.
+    """Returns a quoted part of a command, in which "_" replaces each character that has no meaning to a shell inside the quotes.
 
-    `quoted` is the match of the part with its quotes. In double quotes, `$`, backquotes, brackets and word characters stay.
+    `quoted` is the match of the part with its quotes. In double quotes, `$`, backquotes, opening brackets and word characters
+    stay, because they may form a variable or a command. For a part in other quotes, the result is "_".
     """
     return re.sub(r"\\.|[^\w$`({]", "_", quoted.group(), flags=re.DOTALL) if quoted.group().startswith('"') else "_"
 
@@ -245,10 +246,10 @@ def _refuse_shell(text: str) -> None:
 
 
 def merge(base: C, own: C | None) -> C:
-    """Returns a queue or launcher with the fields that `own` sets; all other fields have the values of `base`.
+    """Returns a copy of `base`, a queue or launcher, in which the fields that are set in `own` have the values of `own`.
 
     Returns `own` unchanged if `own` and `base` have different classes, and `base` unchanged if `own` is None. If `base` is a
-    queue, values of `base` that contradict fields set in `own` are left out.
+    queue, the copy lacks values of `base` that contradict a field that is set in `own`, such as `mem` and `mem_per_cpu`.
     """
     if own is None or type(own) is not type(base):
         return base if own is None else own

@@ -64,7 +64,11 @@ def check_requires(requires: Any, nodes: Sequence[AskedNodes]) -> None:
 
 
 def nodes_of_job(ray: RaySpec, request: JobRequest) -> list[AskedNodes]:
-    """Returns the nodes of the Ray cluster `ray` in the job of `request`; an amount that Slurm will choose is infinite."""
+    """Returns the nodes of a Ray cluster in a Slurm job, with the resources of each node.
+
+    `ray` has the settings of the Ray cluster, and `request` is the request for the job. An amount that Slurm will choose is
+    infinite in the result.
+    """
     nodes = []
     for part in request.components:
         queue = part.queue
@@ -78,7 +82,10 @@ def nodes_of_job(ray: RaySpec, request: JobRequest) -> list[AskedNodes]:
 
 
 def nodes_of_machine(ray: RaySpec, machine: NodeResources) -> list[AskedNodes]:
-    """Returns the nodes of the Ray cluster `ray` that local mode starts on the machine with the resources `machine`."""
+    """Returns the nodes of a Ray cluster in local mode, with the resources of each node: one node, or one for each component.
+
+    `ray` has the settings of the Ray cluster, and `machine` the resources of this machine.
+    """
     names: list[str | None] = [each.component_id for each in ray.components] or [None]
     return [_asked(ray, name, 1, machine.num_cpus, machine.num_gpus, usable_memory(machine)) for name in names]
 

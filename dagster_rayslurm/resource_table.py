@@ -40,10 +40,11 @@ def _login(fields: Mapping[str, Any]) -> SSHConnectionResource:
 
 
 def with_kinds(cls: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of an object of class `cls`, in which objects replace the tables of launchers and environments.
+    """Returns a copy of `fields` with an object in place of each table (dictionary) of a launcher or an environment.
 
-    The key `kind` of a table names the class of the object; without `kind`, the class is the class of the field's default. Raises
-    `ValueError` if a `kind` does not exist, or if the fields of a table are invalid.
+    `fields` has values for fields of the class `cls`, by name. The key `kind` of a table names the class of the object; without
+    `kind`, the class is the class of the field's default. Raises `ValueError` if a `kind` does not exist, or if the fields of a
+    table are invalid.
     """
     made = dict(fields)
     for name, value in fields.items():

@@ -100,7 +100,7 @@ class SlurmJob:
         return "" if isinstance(self.commands, LocalConnection) else self.commands.place
 
     def now(self) -> float:
-        """Returns the time by the cluster's clock, in seconds of the epoch; raises OSError if the cluster cannot be asked."""
+        """Returns the time by the cluster's clock, in seconds since the epoch; raises OSError if the cluster cannot be asked."""
         return self.queue.clock.now()
 
     # ---- State
@@ -109,7 +109,7 @@ class SlurmJob:
         """Update `status` once, from the exit code that the batch script left and, if `ask` is True, from Slurm's queue.
 
         Returns True, or False if a read failed; the reason is then logged. `started_at` is the time at which the runtime began,
-        in seconds of the epoch; None if the runtime is not known to have begun.
+        in seconds since the epoch; None if the runtime is not known to have begun.
         """
         try:
             if started_at is not None and self._watch.started_at is None:

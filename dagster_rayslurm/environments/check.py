@@ -46,9 +46,9 @@ class Facts:
     """The versions of Python and packages in an environment: "" for an unknown version, None for a package that is missing."""
 
     interpreter: Interpreter
-    python: tuple[int, ...]
+    python: tuple[int, ...]  # Version of Python, such as (3, 11, 4); empty if it is unknown.
     ray: str | None
-    pipes: str | None
+    pipes: str | None  # Version of dagster-pipes.
     unimportable: str = ""  # Why one of the environment's `imports` cannot be imported; "" if all can.
     in_image: bool = False  # Whether the environment is in a container image, so that nothing can be installed there.
 
@@ -70,8 +70,8 @@ def facts_of(
     """Return the path of an environment on the cluster and the environment's `Facts`.
 
     `ray` is None for a payload without Ray, and `needs_pipes` is True for a payload with Dagster Pipes. Raises `StartError` if
-    the environment cannot run such a payload. If only a job can look into the environment's container image, the facts have no
-    versions, and only the image is checked.
+    the environment cannot run such a payload. Some container images can be opened only in a job, with Pyxis; then the facts have
+    no versions, and only the existence of the image is checked.
 
     The edge node caches the facts in the directory `cache_dir` for up to a day, as long as Python and the directories on the
     import path do not change. This process caches the facts for five minutes. Before cached facts lead to an error, the
@@ -116,7 +116,7 @@ def facts_of(
 
 
 def _problem(found: Mapping[str, Any], path: str, named: str) -> str:
-    """Return an error message about `found`, a result of `look` that has a `problem`.
+    """Return an error message about `found`, a result of `edge.environment.look` that has the key "problem".
 
     `path` is the path of the environment. `named` is the name of the environment in the message: the container image, or `path`
     for an environment without a container.

@@ -1,8 +1,8 @@
 """Containers: a prefix on the cluster whose `bin/python` is a script that starts the Python of an image inside a container.
 
-The check before submission, the identity of sessions and the job script therefore treat such a prefix like any other prefix. Ray,
-the payloads and the runtime of each node run inside the container; the Slurm step that starts the runtime is outside. Pyxis is
-not a program of its own, but adds options to `srun`.
+A prefix is the directory of an installed environment. The check before submission, the identity of sessions and the job script
+treat a prefix with a container like any other prefix. Ray, the payloads and the runtime of each node run inside the container;
+the Slurm step that starts the runtime is outside. Pyxis is not a program of its own, but adds options to `srun`.
 
 The command lines for Charliecloud 0.31 and 0.38 follow ch-run(1), and the command lines for Podman 4.3 follow podman-run(1); both
 were tried. The command lines for Apptainer 1.3 follow "apptainer exec" in the user documentation, and the options for Pyxis 0.20
@@ -178,8 +178,9 @@ _MADE = 'for place in {targets} "$HOME"; do mkdir -p "$2/image$place" || exit; d
 def send_container(connection: Connection, environment: ContainerEnvironment, base: str, ensure: Callable[[Recipe], str]) -> str:
     """Install a prefix whose Python runs inside a container of the image; returns the path of the prefix on the cluster.
 
-    `base` is the base directory on the cluster. `ensure` builds the prefix of a recipe if the prefix is missing, and returns the
-    path of the prefix. Raises `ValueError` if the image or a mount cannot be used; the sentence names the remedy.
+    `base` is the base directory on the cluster. `ensure` is called with each recipe that is needed; it builds the prefix of the
+    recipe if this prefix is missing, and returns the path of the prefix. Raises `ValueError` if the image or a mount cannot be
+    used; the error message names the remedy.
     """
     check_no_variable(environment.image, "environment: image")
     mounts = _mounts(environment, base, lambda path: expand_home(connection, path))
@@ -301,7 +302,7 @@ def _image_recipe(environment: ContainerEnvironment, mounts: Sequence[str]) -> R
 
 
 def _write(files: Mapping[str, str]) -> list[str | Piece]:
-    """Return the command that writes files into the prefix; `files` maps names to contents."""
+    """Return the command that writes files into the prefix; `files` maps paths relative to the prefix to contents."""
     return ["sh", "-c", _WRITE, "sh", *(word for name, text in files.items() for word in (f"{PREFIX}/{name}", text))]
 
 
@@ -322,9 +323,9 @@ _EXPLAINED = (
 
 
 def explain(said: str, program: str) -> str:
-    """Return the error output `said` of a container program as one line; for a known error, return a sentence with the remedy.
+    """Return a sentence with the remedy for a known error of a container program; for any other error, `said` as one line.
 
-    `program` is the name of the container program.
+    `said` is the error output of the program, and `program` is the program's name.
     """
     said = re.sub(r"\x1b\[[0-9;]*m", "", said)
     line = next((" ".join(line.split()) for line in reversed(said.splitlines()) if line.strip()), "")

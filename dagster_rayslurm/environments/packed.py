@@ -31,7 +31,10 @@ with open(os.path.join(library, "pex.pth"), "w") as file:
 
 
 def packed_recipe(environment: PackedEnvironment, platform: Platform) -> Recipe:
-    """Return the recipe that unpacks the archive; raises `ValueError` if the archive is unreadable, or unfit for the platform."""
+    """Return the recipe (files to send and commands to run) that unpacks the environment's archive on the cluster.
+
+    Raises `ValueError` if the archive is unreadable, or unfit for the platform.
+    """
     path = os.path.abspath(os.path.expanduser(environment.archive))
     try:
         script, more, python = _script(path, platform)

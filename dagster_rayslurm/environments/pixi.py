@@ -39,7 +39,10 @@ _COMPILE = '"$@" || :'  # Some packages contain files that are no Python, or tha
 
 
 def pixi_recipe(environment: PixiEnvironment, platform: Platform) -> Recipe:
-    """Return the recipe that installs the locked packages; raises `ValueError` if the lock does not fit manifest or platform."""
+    """Return the recipe (files to send and commands to run) that installs the locked packages on the cluster.
+
+    Raises `ValueError` if there is no lock, or if the lock does not fit the manifest or the platform.
+    """
     try:
         import packaging.pylock  # noqa: F401
         import rattler  # noqa: F401
@@ -207,8 +210,8 @@ def _wheels(
 ) -> tuple[list[Piece], list[str]]:
     """Return the wheels of PyPI packages, and the paths of the source directories from which this machine builds some wheels.
 
-    `uv` is the path of uv. `top` is the directory of the lock file. `python` is the Python of the new environment. Raises
-    `ValueError` if a locked wheel does not run on the platform.
+    `uv` is the path of uv on this machine. `pypi` are the locked PyPI packages. `top` is the directory of the lock file. `python`
+    is the Python of the new environment. Raises `ValueError` if a locked wheel does not run on the platform.
     """
     tags = set(wheels.tags_of(platform, python))
     sources = {f"{each.name} {each.version}": _source(top, each) for each in pypi}

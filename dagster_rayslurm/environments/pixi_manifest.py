@@ -47,7 +47,11 @@ def read_manifest(path: str) -> Mapping[str, Any]:
 
 
 def features_of(tables: Mapping[str, Any], environment: str) -> list[str]:
-    """Return the features of an environment by falling priority; raises `ValueError` if the manifest lacks the environment."""
+    """Return the names of the features that make up an environment, the feature with the highest priority first.
+
+    `tables` are the result of `read_manifest`, and `environment` is the name of the environment. Raises `ValueError` if the
+    manifest lacks the environment.
+    """
     environments = {"default": [], **tables.get("environments", {})}
     if environment not in environments:
         raise ValueError(f"the manifest has no environment {environment!r}; it has {', '.join(environments)}")
@@ -83,9 +87,10 @@ def _merged(parts: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
 
 
 def misfit(package: str, spec: str, versions: Mapping[str, str]) -> str:
-    """Return a phrase about a lock without the wanted version of a PyPI package, such as "lacks numpy"; "" if the lock fits.
+    """Return a phrase such as "lacks numpy" if a lock lacks a PyPI package or has an unwanted version of it; "" if the lock fits.
 
-    `spec` is the wanted version specifier. `versions` are the versions in the lock, by canonical name.
+    `package` is the name of the package, and `spec` the wanted version specifier; "" for any version. `versions` are the versions
+    in the lock by canonical package name; a version that begins with "<" is not known, and fits.
     """
     version = versions.get(canonicalize_name(package))
     if version is None:

@@ -37,28 +37,30 @@ class Python:
 
     path: str
     version: tuple[int, ...]
-    implementation: str
-    machine: str
+    implementation: str  # Such as "cpython".
+    machine: str  # Architecture, such as "x86_64".
 
 
 @dataclass(frozen=True)
 class Platform:
     """The kind of machine that an environment is made for: architecture, C library, CPUs and Pythons."""
 
-    place: str  # The machines of this kind, in words.
-    machine: str
-    glibc: tuple[int, ...]  # Empty if there is another C library.
+    place: str  # The machines of this kind, in words, for messages.
+    machine: str  # Architecture, such as "x86_64".
+    glibc: tuple[int, ...]  # Version, such as (2, 35); empty if the machines have another C library.
     pythons: tuple[Python, ...]
     level: str  # Level of the CPUs, such as "x86-64-v3"; `machine` for an architecture without levels.
-    # Architecture and Pythons of the edge node, and the `srun` words that run a command on a compute node where that is needed.
+    # For a platform of compute nodes: the architecture and the Pythons of the edge node, and the `srun` words that run a command
+    # on a compute node. Empty for the platform of the edge node itself.
     edge_machine: str = ""
     edge_pythons: tuple[Python, ...] = ()
     on_node: tuple[str, ...] = ()
 
     def runner(self, python: Python | None) -> tuple[str, ...]:
-        """Return the `srun` words to put before a command that builds an environment; () if the command can run on the edge node.
+        """Return the `srun` words to put before a command that builds an environment, so that it runs on a compute node.
 
-        `python` is the Python of the cluster that the command needs; None if the command needs no such Python.
+        `python` is the Python of the cluster that the command needs; None if the command needs no such Python. Returns () if the
+        command can run on the edge node.
         """
         here = not self.on_node or (self.edge_machine == self.machine and (python is None or python in self.edge_pythons))
         return () if here else self.on_node

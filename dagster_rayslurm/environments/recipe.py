@@ -1,4 +1,7 @@
-"""Recipes of environments: the files to send, and the commands that build a prefix from the files on the cluster."""
+"""Recipes of environments: the files to send, and the commands that build a prefix from these files on the cluster.
+
+A prefix is the directory of an installed environment; it has `bin/python`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class Piece:
     """A file to send to the cluster; `get` fetches or builds the file if need be, and returns the path on this machine."""
 
     digest: str  # Hash of the content, or of what the file is built from.
-    name: str
+    name: str  # Name of the file on the cluster, without directories.
     get: Callable[[], str]
 
     @property
@@ -39,15 +42,16 @@ class Piece:
 class Recipe:
     """The commands that build a prefix on the cluster.
 
-    A word of a command is a text, or a `Piece` that stands for the path of a sent file. `edge.PREFIX` in a word stands for the
-    path of the prefix. `inputs` returns a value that changes with the files on this machine from which the recipe was written.
+    A word of a command is a text, or a `Piece` that stands for the path of a sent file on the cluster. The text `PREFIX` of
+    `edge.environment` in a word stands for the path of the prefix. `inputs` returns a value that changes if the files change from
+    which the recipe was written on this machine.
     """
 
     commands: Sequence[Sequence[str | Piece]]
     inputs: Callable[[], object]
-    # The `srun` words that run the commands on a compute node if the edge node cannot (see `Platform.runner`).
+    # The `srun` words to put before each command, so that it runs on a compute node; () if the edge node can run the commands.
     runner: Sequence[str] = ()
-    node_local: bool = False  # Whether each node of a job makes a copy of the prefix, see `runtime.node.local_copy`.
+    node_local: bool = False  # Whether each node of a job makes a copy of the prefix on its own disk and runs from there.
 
     @property
     def pieces(self) -> list[Piece]:
@@ -74,6 +78,7 @@ class Recipe:
 
     @property
     def key(self) -> str:
+        """The name of the prefix: a hash of the commands and of the files that they need."""
         what = [_FORMAT, self.words(""), *(["node-local"] if self.node_local else [])]
         return hashlib.sha256(json.dumps(what).encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
@@ -88,9 +93,9 @@ def digest_of(path: str) -> str:
 
 
 def local_piece(path: str) -> tuple[Piece, Callable[[], object]]:
-    """Return a `Piece` for a file on this machine, and a function whose result changes with the file.
+    """Return a `Piece` for a file on this machine, and a function whose result changes when the file changes.
 
-    Raises `OSError` if the file cannot be read.
+    `path` is the path of the file. Raises `OSError` if the file cannot be read.
     """
 
     def state() -> object:

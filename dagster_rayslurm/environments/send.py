@@ -1,5 +1,7 @@
 """Installs environments on the cluster: one prefix for each recipe, named by the hash of the recipe.
 
+A prefix is the directory of an installed environment. A recipe lists the files to send and the commands that build the prefix.
+
 The steps are the same for uv, pixi and packed environments: detect the platform of the cluster, write a recipe for the platform
 on this machine, send the files of the recipe that the cluster lacks, and run the commands of the recipe on the cluster once. The
 new prefix is then used like a pre-deployed environment.
@@ -123,9 +125,11 @@ def recipe_for(
     log: Any,
     age: float = PLATFORM_AGE,
 ) -> Recipe:
-    """Return the recipe of a uv, pixi or packed environment for the platform of the cluster, detected up to `age` seconds ago.
+    """Return the recipe of a uv, pixi or packed environment for the platform of the cluster.
 
-    Raises `ValueError` if the environment cannot be installed on the cluster; the sentence names the remedy.
+    The platform is that of the nodes that `queues` ask for; without queues, that of the edge node. A platform that this machine
+    detected up to `age` seconds ago is used again. `log` is a logger. Raises `ValueError` if the environment cannot be installed
+    on the cluster; the error message names the remedy.
     """
     wanted, write = _writer(environment)
     platform = look_at(connection, wanted, queues, age, log)
@@ -139,7 +143,11 @@ def recipe_for(
 
 
 def _written(environment: Environment, platform: Platform, write: Callable[[Any, Platform], Recipe]) -> Recipe:
-    """Return the recipe that `write` creates for an environment and platform; an earlier recipe if no input file has changed."""
+    """Return the recipe of an environment for a platform, as `write` creates it.
+
+    If this process has called `write` for the same arguments before, and no file that the recipe depends on has changed, the
+    function returns the earlier recipe.
+    """
     key = f"{environment!r} {platform!r}"
     known, state = _recipes.get(key, (None, None))
     if known is None or known.inputs() != state:

@@ -1,6 +1,7 @@
 """Environments from lock files of uv.
 
-On this machine uv checks a project's lock, or locks a requirements file. A copy of uv is sent and installs on the cluster.
+On this machine, uv checks a project's lock, or locks a requirements file. The wheels of the lock are sent to the cluster. A copy
+of uv is sent, too, and installs the wheels there.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ _VERSION = re.compile(r"\d+(\.\d+)*")
 
 
 def wanted_command(python: str | None) -> str:
-    """Return the command or path of the Python to look for on the cluster, given the field `python` of `UvEnvironment`.
+    """Return the Python to look for on the cluster, given the field `python` of `UvEnvironment`.
 
-    Returns "" if `python` is None; "" stands for all Pythons with a usual name.
+    A version such as "3.11.4" gives the command "python3.11", and a command or path stays unchanged. None gives "", which stands
+    for all Pythons with a usual name.
     """
     if python is None:
         return ""
@@ -45,7 +47,10 @@ def wanted_command(python: str | None) -> str:
 
 
 def uv_recipe(environment: UvEnvironment, platform: Platform) -> Recipe:
-    """Return the recipe that installs the locked wheels; raises `ValueError` if no Python or no wheels fit the platform."""
+    """Return the recipe (files to send and commands to run) that installs the locked wheels on the cluster.
+
+    Raises `ValueError` if there is no lock, or if no Python or no wheels fit the platform.
+    """
     try:
         from packaging.pylock import Pylock
     except ImportError:
@@ -129,8 +134,9 @@ def _export(uv: str, version: str, project: str, groups: Sequence[str]) -> tuple
 def _wheels(uv: str, lock: Pylock, top: str, platform: Platform, python: Python) -> tuple[list[Piece], list[str]]:
     """Return the wheels of a lock for the platform, and the paths of the source directories from which some wheels are built.
 
-    `uv` is the path of uv. `top` is the directory for relative paths in the lock. `python` is the Python of the new environment.
-    Raises `ValueError` if the lock has no fitting wheel of a package, or if a wheel cannot be built.
+    `uv` is the path of uv on this machine. `top` is the directory from which relative paths in the lock start. `python` is the
+    Python of the new environment. Raises `ValueError` if the lock has no fitting wheel of a package, or if a wheel cannot be
+    built.
     """
     from packaging.pylock import PylockSelectError
 

@@ -75,9 +75,10 @@ def run_uv(uv: str, *arguments: str, directory: str | None = None) -> str:
 def compile_requirements(uv: str, requirements: str, platform: Platform, python: Python, final: bool = False) -> str:
     """Resolve a requirements file to wheels for a platform; returns the text of a pylock.toml.
 
-    `requirements` is the path of the file. The text is cached on this machine. A later call keeps the versions of the cached text
-    that the requirements still allow. `final` is True if the file never changes; a cached text is then returned without a run of
-    uv. Raises `ValueError` if uv finds no solution, or if the platform's glibc is too old for wheels.
+    `uv` is the path of uv on this machine, `requirements` the path of the file, and `python` the Python of the new environment.
+    The text is cached on this machine. A later call keeps the versions of the cached text that the requirements still allow.
+    `final` is True if the file never changes; a cached text is then returned without a run of uv. Raises `ValueError` if uv finds
+    no solution, or if the platform's glibc is too old for wheels.
     """
     version = ".".join(map(str, python.version[:2]))
     newest = next((minor for minor in _MANYLINUX if platform.glibc >= (2, minor)), None)
@@ -112,9 +113,9 @@ def described(platform: Platform, python: Python) -> str:
 
 
 def tags_of(platform: Platform, python: Python) -> list[Any]:
-    """Return the tags of wheels that run on the platform with the given Python, the best first.
+    """Return the tags (of `packaging.tags`) of wheels that run on the platform with the given Python, the best tag first.
 
-    Tags such as `linux_x86_64` are left out, because such tags name no glibc.
+    Tags such as `linux_x86_64` are left out, because such tags do not say which glibc a wheel needs.
     """
     from packaging.tags import compatible_tags, cpython_tags
 
@@ -185,7 +186,7 @@ def wheel_of(uv: str, name: str, source: Any, top: str, platform: Platform, pyth
         uv: the path of uv on this machine.
         name: the package in words, for error messages.
         source: the place of the wheel or of the sources, as an object of `packaging.pylock`.
-        top: the directory for relative paths in the lock.
+        top: the directory from which relative paths in the lock start.
         platform: the platform on which a built wheel must run.
         python: the Python on which a built wheel must run.
         tags: the tags of wheels that run on the platform. A wheel in the lock is not compared with `tags`.
@@ -207,7 +208,8 @@ def wheel_of(uv: str, name: str, source: Any, top: str, platform: Platform, pyth
 def fetched(name: str, source: Any, top: str) -> Piece:
     """Return a `Piece` for a file that the lock names by URL or path; `get` of the piece fetches the file and checks the SHA-256.
 
-    `name` is the package in words, for error messages. Raises `ValueError` if the lock has no SHA-256 of the file.
+    `name` is the package in words, for error messages. `source` is an object of `packaging.pylock`, such as `PackageWheel`, whose
+    path may be relative to the directory `top`. Raises `ValueError` if the lock has no SHA-256 of the file.
     """
     place = source.url or path_of(top, source)
     digest = source.hashes.get("sha256")
@@ -296,7 +298,11 @@ def _built(uv: str, name: str, digest: str, get: Callable[[], str], platform: Pl
 
 
 def tool_wheel(uv: str, name: str, version: str, platform: Platform, python: Python) -> Piece:
-    """Return the wheel of a tool that installs environments on the platform: uv or py-rattler, in the version `version`."""
+    """Return the wheel of a tool that installs environments on the platform.
+
+    `name` is "uv" or "py-rattler", `version` the version of the tool, and `python` the Python that the wheel must fit. `uv` is
+    the path of uv on this machine, which finds the wheel.
+    """
     from packaging.pylock import Pylock
 
     path = cached("requirements", f"{name}-{version}.txt")
@@ -307,7 +313,10 @@ def tool_wheel(uv: str, name: str, version: str, platform: Platform, python: Pyt
 
 
 def uv_program(uv: str, version: str, platform: Platform, python: Python) -> Piece:
-    """Return the executable of uv for the platform, extracted from the wheel of uv."""
+    """Return the executable of uv for the platform, extracted from the wheel of uv.
+
+    `uv` and `version` are the path and the version of uv on this machine; the result has the same version.
+    """
     wheel = tool_wheel(uv, "uv", version, platform, python)
 
     def get() -> str:
@@ -322,9 +331,10 @@ def uv_program(uv: str, version: str, platform: Platform, python: Python) -> Pie
 
 
 def install_command(there: Piece, wheels: list[Piece], *options: str) -> list[str | Piece]:
-    """Return the command with which uv, sent as the file `there`, installs wheels into the prefix.
+    """Return the command with which uv installs wheels into the prefix (the directory of the environment) on the cluster.
 
-    `options` are further options of `uv pip install`.
+    `there` is the executable of uv that is sent, and `wheels` are the wheels that are sent. `options` are further options of
+    `uv pip install`.
     """
     arguments = "--no-index", "--no-deps", "--no-cache", COMPILE, *options
     return [there, "pip", "install", *ISOLATED, *arguments, "--python", f"{PREFIX}/bin/python", *wheels]

@@ -103,10 +103,12 @@ async def drive_async(steps: Steps[T], hub: Hub) -> T:
 
 
 def _advance(steps: Steps[T], followed: Followed | None, error: BaseException | None) -> Following | _Done[T]:
-    """Continue the generator `steps` to its next `yield`; returns the payloads that it yields, or its result in a `_Done`.
+    """Continue the generator `steps` to its next `yield`; returns the payloads that the generator yields.
 
-    `followed` has the payloads that the generator yielded before, or is None; the hub stops following these payloads. If `error`
-    is not None, it is raised inside the generator. Exceptions of the generator are raised.
+    If the generator ends, the function returns the generator's result in a `_Done`. `followed` has the payloads that the
+    generator yielded last, which the hub follows (the thread that reads the records of all payloads). The hub is told to stop
+    following them. `followed` is None if the hub follows no payloads yet. If `error` is not None, `error` is raised inside the
+    generator, at its last `yield`. An exception that the generator does not catch is raised.
     """
     if followed is not None:
         followed.leave()

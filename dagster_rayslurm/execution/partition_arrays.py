@@ -94,10 +94,12 @@ class _History:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the whole array was cancelled, and not only single elements.
+        """Whether the whole array seems to be cancelled, and not only single elements, as far as is known now.
 
-        The result is True if Slurm cancelled the waiting elements of the array together. The result is also True if at least one
-        element was cancelled, and every other element that has ended so far ended earlier than the first cancelled element.
+        The value is True if Slurm cancelled the waiting elements of the array together; it then stays True. The value is also
+        True if at least one element was cancelled, and every other element that has ended so far ended earlier than the first
+        cancelled element. In this case, the value becomes False when another element ends later. So the value is certain only
+        when no element runs any more.
         """
         return self.waited or self.last_other < self.first_cancelled < math.inf
 

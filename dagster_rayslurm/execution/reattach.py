@@ -34,7 +34,7 @@ try:
 except ImportError:  # A Dagster without reattach: each attempt starts a new payload.
     reattach = None  # type: ignore[assignment]
 
-_CLIENT = "dagster-rayslurm"  # Beginning of the name under which Dagster's event log keeps a payload's run directory.
+_CLIENT = "dagster-rayslurm"  # Beginning of a client name; the number of the payload in its step follows.
 # Tags of a Dagster run that retries another run from failure.
 _IS_RETRY = ("dagster/is_resume_retry", "dagster/is_asset_resume_retry")
 _PAGE = 1000  # Most entries of the event log, or runs, in one query.
@@ -43,7 +43,7 @@ _BOOKMARK_BYTES = 1024  # Of a bookmark's file, always the same, so that each wr
 _lock = threading.Lock()  # Guards `_calls` and `_launched`.
 # Number of payloads that each attempt at a step has started in this process, by run id, step and retry number.
 _calls: collections.Counter[tuple[str, str, int]] = collections.Counter()
-# The last run directory of each step and client, by the process and the run, whose event log was read for them once.
+# By process id and id of the Dagster run: the results of `AttemptHistory._launched`.
 _launched: dict[tuple[int, str], dict[tuple[str, str], str]] = {}
 
 
@@ -62,9 +62,9 @@ def next_call(context: dg.OpExecutionContext) -> int:
 class Launch:
     """What is needed to start a payload in a new run directory, or to continue the payload of an earlier attempt."""
 
-    step: Step  # With its ownership of the payload.
-    plan: Plan  # After a reattach, with the nonce of the earlier attempt.
-    name: str  # Of the run directory.
+    step: Step  # Its field `owner` says which attempt owns the payload.
+    plan: Plan  # After a reattach, with the nonce (a random text) of the earlier attempt.
+    name: str  # Name of the run directory.
     state: ReattachState = field(default_factory=ReattachState)  # What an earlier attempt already showed in Dagster.
     forget: Callable[[], None] = lambda: None  # Called once no later attempt needs to know what was shown.
     history: AttemptHistory | None = None  # None if no later attempt at the step finds the payload.
@@ -76,10 +76,11 @@ class Launch:
         return self.history is not None or self.submitted
 
     def again(self, nonce: str, backend: Backend, home: Layout) -> Launch:
-        """Returns a launch for a second start of the same plan, after the payload of this launch has never started.
+        """Returns a launch that starts the same plan once more; for use if the payload of this launch has never started.
 
-        The new payload has the nonce `nonce` (a random text) and a new run directory, whose name ends with the nonce. `home` has
-        the paths of the base directory on this machine.
+        The new payload has the nonce `nonce` (a random text) and a new run directory, whose name ends with the nonce. `backend`
+        is the object that will start the payload, in local mode or on the cluster. `home` has the paths of the base directory on
+        this machine.
         """
         step, plan = replace(self.step, reattached=False), replace(self.plan, payload=replace(self.plan.payload, nonce=nonce))
         return _new_launch(step, plan, backend, home, self.history)
@@ -175,11 +176,12 @@ class AttemptHistory:
         return self._launched().get((self._step_key, self._client))
 
     def _launched(self) -> dict[tuple[str, str], str]:
-        """Returns the name of the last run directory of each payload, in this Dagster run and the runs that it retries.
+        """Returns the name of the last run directory of each payload in this Dagster run, and in the runs that this run retries.
 
-        The keys are pairs of a step key and a client name, the text under which `note` writes to Dagster's event log; it ends
-        with the number of the payload. The event log is read once per process and run. Dagster's own search reads the whole event
-        log for each payload, which takes minutes for thousands of payloads.
+        A key of the dictionary identifies a payload: it is a pair of the step's key and the client name. A step has a client name
+        for each of its payloads: "dagster-rayslurm 1", "dagster-rayslurm 2" and so on. `note` writes the name of a run directory
+        to Dagster's event log, together with this pair. The function reads the event log once in each process, because a search
+        of the whole log for each payload would take minutes for thousands of payloads.
         """
         key = (os.getpid(), self._context.run.run_id)
         with _lock:

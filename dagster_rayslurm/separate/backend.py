@@ -33,7 +33,10 @@ _ROLE = "part"  # The subcommand of the runtime for a component of a heterogeneo
 
 
 def check_components(components: Sequence[Component], plans: Plans) -> None:
-    """Raise ValueError if no Slurm job can run these components with these plans; the text names the component and the field."""
+    """Raise ValueError if no Slurm job can run these components with these plans; the text names the component and the field.
+
+    `plans` has the plan of each component's payload, by component name.
+    """
     request_for(components, job_name="rayslurm", comment="")
     for each in components:
         try:
@@ -45,8 +48,9 @@ def check_components(components: Sequence[Component], plans: Plans) -> None:
 def barrier_specs(plans: Plans, secret: str) -> dict[str, BarrierSpec]:
     """Returns, by component name, the settings of the barrier at which the payloads wait for each other before they start.
 
-    The settings say how a component's runtime reaches the barrier, which the runtime of the first component serves. `secret` is a
-    hexadecimal number with which all runtimes of the run prove their identity.
+    The runtime of the first component serves the barrier, and the settings say how another component's runtime reaches the
+    barrier. `plans` has the plan of each component's payload, by component name; the first component comes first. `secret` is a
+    hexadecimal number by which the runtimes of the run prove to each other that they belong to the run.
     """
     first = next(iter(plans.values())).ray
     ports = control_ports(first.port_range if first is not None else None)
@@ -61,7 +65,8 @@ def barrier_specs(plans: Plans, secret: str) -> dict[str, BarrierSpec]:
 def local_specs(cluster_id: str, plans: Plans, components: Sequence[Component]) -> dict[str, RuntimeSpec]:
     """Returns, by component name, the content of `runtime.json` (the settings of a runtime), for a run on this machine.
 
-    `cluster_id` is the beginning of the ids of the Ray clusters; the names of the components follow.
+    `cluster_id` is the beginning of the ids of the Ray clusters; "-" and the name of the component follow. `plans` has the plan
+    of each component's payload, by component name.
     """
     barriers = barrier_specs(plans, secrets.token_hex(32))
     token = secrets.token_hex(32)
@@ -80,7 +85,11 @@ def local_specs(cluster_id: str, plans: Plans, components: Sequence[Component]) 
 
 
 def _requirements(component: Component, plan: Plan) -> ComponentSpec:
-    """Returns the CPUs and GPUs that a component needs on this machine: those of its launcher or, if unset, of its queue."""
+    """Returns the numbers of CPUs and GPUs that a component needs on this machine, where a component is one node.
+
+    The numbers are those in the settings of the component's Ray cluster. If a number is unset there, or without a Ray cluster,
+    the number in the component's queue counts; None if this is unset, too.
+    """
     ray = plan.ray
     cpus = component.queue.cpus_per_node if ray is None or ray.num_cpus is None else ray.num_cpus
     gpus = component.queue.gpus_per_node if ray is None or ray.num_gpus is None else ray.num_gpus
@@ -164,7 +173,10 @@ def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Se
     """Returns, by component name, the content of `runtime.json` (the settings of a runtime), for one heterogeneous job.
 
     The runtime of each component treats its component as a whole job. All Ray clusters share one token, so that a payload can use
-    the clusters of other components. The control keys differ, so that nodes join only the cluster of their own component.
+    the clusters of other components. Each component has a control key of its own, the secret with which its nodes connect to each
+    other, so that nodes join only the cluster of their own component. `cluster_id` is the id of all Ray clusters. `plans` has the
+    plan of each component's payload, by component name. `request` is the request for the job. `components` are the components in
+    the order of the job.
     """
     secret = secrets.token_hex(32)
     barriers = barrier_specs(plans, derive_key(secret, "meeting"))
@@ -205,10 +217,11 @@ class ComponentJob(BatchJob):
         evidence.tails = {**shared.tails, **evidence.tails}
 
     def _started_at(self, evidence: Evidence) -> float | None:
-        """Returns the Unix time at which the latest run record of all components began; None if no component has a record yet.
+        """Returns the time at which the latest run record among all components began, in seconds since the epoch.
 
-        With the first record of any component, the whole job counts as started. Otherwise the step would cancel the whole job for
-        a component that starts late.
+        A run record is the file to which the runtime of a component writes what happens. The result is None if no component has a
+        record yet. `evidence` is the evidence of this component, and may have the time at which this component's record began.
+        Because the result is for the whole job, a component that starts late is not taken for a job that does not start.
         """
         self.shared.started_at = max(self.shared.started_at or 0.0, evidence.started_at or 0.0) or None
         return self.shared.started_at

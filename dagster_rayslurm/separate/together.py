@@ -42,23 +42,24 @@ _TABLE_COLUMNS = (
 class ReportMerger:
     """Passes the Pipes messages of several components to Dagster's one handler, after merging the components' results.
 
-    Results and `closed` messages are stored until `hand_over` is called, other messages are passed on at once. Results are merged
-    in the order of `components`.
+    Results (reports of materializations and asset checks) and `closed` messages are stored until `hand_over` is called; other
+    messages are passed on at once. Results are merged in the order of `components`, the names of all components.
     """
 
-    handler: Any
+    handler: Any  # Dagster's handler of Pipes messages.
     components: Iterable[Any]
-    check: Callable[[Any], object]  # Raises what Dagster's handler would raise for a bad result, to refuse the result at once.
-    results: dict[str, list[Message]] = field(default_factory=dict)
+    check: Callable[[Any], object]  # Raises the exception that Dagster's handler would raise for an invalid result.
+    results: dict[str, list[Message]] = field(default_factory=dict)  # The stored messages, by component.
 
     def of(self, component: str) -> Any:
         """Returns a handler, with the method `handle_message`, for the Pipes messages from the payload of `component`."""
         return SimpleNamespace(handle_message=lambda message: self._add(component, message))
 
     def _add(self, component: str, message: Message) -> None:
-        """Pass a Pipes message on to Dagster at once, or store a result or `closed` message for `hand_over`.
+        """Store a result or `closed` message of `component` for `hand_over`; pass any other Pipes message on to Dagster at once.
 
-        Raises Dagster's error if the message is invalid, or KeyError if it has no `params`; then it is not stored.
+        If the message is invalid, the function raises Dagster's error, or KeyError if the message has no `params`, and does not
+        store the message.
         """
         if message["method"] not in _KEPT:
             self.handler.handle_message(message)
@@ -93,9 +94,10 @@ class ReportMerger:
 def merge(reports: Reports) -> list[Any]:
     """Merge the reports of all components about one asset or asset check; returns the parameters of the merged Pipes messages.
 
-    If only one component has reports, the list has the parameters of each report, unchanged; otherwise it has one item. A merged
-    check has passed if it has passed in all components; otherwise it has the worst severity of the failed checks. If several
-    components have reports, the function raises ValueError if one of them has two, or if the data versions differ.
+    If all reports are from one component, the result has the parameters of each report, unchanged. Otherwise, the result has one
+    item. A merged asset check has passed if it has passed in all components. If it has failed, its severity is the worst severity
+    of the components' failed checks. Raises ValueError if several components have reports, and one component has two reports or
+    the data versions differ.
     """
     by_component, names, first = dict(reports), [component for component, _ in reports], reports[0][1]
     if len(by_component) == 1:
@@ -145,12 +147,13 @@ def merge_metadata(own: Mapping[str, Mapping[str, Any]], is_shared: Callable[[st
 
 
 def judge_components(judged: Mapping[Any, Judged]) -> Verdict:
-    """Returns the verdict on the whole run from the verdicts on its components: success if no component failed.
+    """Returns the verdict on the whole run: success, or the kind of failure and a sentence for the user.
 
-    Otherwise the kind is that of the failure that most likely caused the others. The sentence tells the failure of each component
-    that failed by itself, and names the components that were ended because of that. If all components have the same verdict about
-    the whole job, such as a cancellation, the result is this verdict. `judged` has the verdict and the evidence of each
-    component; the only key is None for a run without components.
+    `judged` has the verdict on each component and the evidence for it, by component name; for a run without components, its only
+    key is None. The run succeeds if no component failed. Otherwise, the kind is that of the failure that most likely caused the
+    other failures. The sentence describes the failure of each component that failed by itself, and names the components that were
+    ended because of these failures. If all components have the same verdict about the whole job, such as a cancellation, the
+    result is this verdict.
     """
     failed = {component: each for component, each in judged.items() if each.verdict.kind is not None}
     if not failed or None in failed:
@@ -174,9 +177,10 @@ def judge_components(judged: Mapping[Any, Judged]) -> Verdict:
 
 
 def root_failures(judged: Mapping[Any, Judged]) -> dict[Any, Judged]:
-    """Returns those failures, by component, that are causes: failures that no other failure seems to have caused.
+    """Returns the failures that no failure of another component seems to have caused, by component name.
 
-    The likeliest cause of all comes first. The result is empty if no component failed.
+    The most likely cause of all failures is the first of the result. `judged` has the verdict on each component and the
+    evidence for it. The result is empty if no component failed.
     """
 
     def rank(each: Judged) -> int:
@@ -195,8 +199,9 @@ def root_failures(judged: Mapping[Any, Judged]) -> dict[Any, Judged]:
 def metadata_of_all(own: Mapping[Any, Metadata], judged: Mapping[Any, Judged], mode: str, job_id: str | None) -> Metadata:
     """Returns the Dagster metadata of the run, for a success and a failure alike, with a table of all components.
 
-    `own` has the metadata of each component. `mode` is the execution mode. `job_id` is None without Slurm. A run without
-    components gets no table, and the metadata of its single payload is returned unchanged.
+    `own` has the metadata of each component, and `judged` the verdict on each component and the evidence for it, by component
+    name. `mode` is the execution mode. `job_id` is Slurm's id of the job; None without Slurm. For a run without components, the
+    result is the metadata of the single payload, without a table.
     """
     if None in own:
         return own[None]
@@ -214,9 +219,10 @@ def metadata_of_all(own: Mapping[Any, Metadata], judged: Mapping[Any, Judged], m
 
 
 def failures_metadata(judged: Mapping[Any, Judged], run_dir: str | None) -> Metadata:
-    """Returns the metadata of a failed run: last output and logs of each payload that failed by itself.
+    """Returns the Dagster metadata of a failed run: the last output and the logs of each payload that failed by itself.
 
-    The metadata contains `run_dir`, the path of the run directory, unless `run_dir` is None.
+    `judged` has the verdict on each component and the evidence for it, by component name. The metadata contains `run_dir`, the
+    path of the run directory, unless `run_dir` is None.
     """
     if None in judged:
         return failure_metadata(judged[None].evidence, run_dir)

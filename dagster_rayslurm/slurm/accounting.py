@@ -1,7 +1,8 @@
 """The facts that Slurm knows of one job, and the failure of a run that these facts explain (tried on Slurm 22.05 and 24.11).
 
-scontrol knows a job until MinJobAge after the job's end (300 s by default) and needs no accounting. sacct knows the job for good,
-with the memory of its steps. The job's log says which tasks failed.
+There are two sources. scontrol asks Slurm's controller, slurmctld, which forgets a job MinJobAge after the job's end (300 s by
+default). sacct asks Slurm's accounting, a database that some clusters lack; it keeps the job, and the memory of the job's steps.
+In addition, the job's log says which tasks failed.
 """
 
 from __future__ import annotations
@@ -87,17 +88,17 @@ class JobFacts:
     # Id of the user who cancelled the job; only accounting knows. 0 also stands for Slurm itself.
     cancelled_by: int | None = None
     reason: str = ""
-    # Exit code of the batch script. If only sacct knows the job, an exit code above 128 is shown less 128.
+    # Exit code of the batch script. sacct shows an exit code above 128 with 128 subtracted.
     exit_code: int | None = None
-    signal: int | None = None
+    signal: int | None = None  # Number of the signal that ended the batch script; None also for no signal.
     elapsed: float | None = None
     time_limit: float | None = None
     nodes: tuple[str, ...] = ()
     num_nodes: int = 0  # Number of nodes that the job had or requested.
-    memory: int | None = None  # Memory that was granted on all nodes.
-    restarts: int = 0
-    max_rss: int | None = None  # Largest memory of one task.
-    step_out_of_memory: bool = False  # Whether a step was ended for its memory.
+    memory: int | None = None  # Memory that was granted, as the sum over all nodes.
+    restarts: int = 0  # How often Slurm has requeued the job.
+    max_rss: int | None = None  # Largest memory of one task, as Slurm measured it.
+    step_out_of_memory: bool = False  # Whether Slurm ended a step because it used too much memory.
     # The components of a heterogeneous job, in order; the job has its own id and all nodes, and otherwise the facts of the
     # component that explains its end.
     components: tuple[JobFacts, ...] = ()
@@ -116,9 +117,10 @@ class JobFacts:
 
     @property
     def final_state(self) -> str | None:
-        """The terminal state that the job has or, while it is COMPLETING, will have; None if Slurm does not show this state yet.
+        """The terminal state of the job, such as "TIMEOUT"; None if it is not known yet.
 
-        While a job is COMPLETING, Slurm's reason tells the terminal state.
+        A job that is COMPLETING (being cleaned up) has ended, but is not in its terminal state yet. Its value is the terminal
+        state that Slurm's reason announces; None if the reason announces none.
         """
         if self.state in TERMINAL:
             return self.state
@@ -136,7 +138,7 @@ class JobFacts:
     def out_of_memory(self) -> bool:
         """Whether Slurm's facts show that a memory limit ended the job or one of its steps.
 
-        The job's output may show further kills for memory, see `memory_kill`.
+        Slurm may have killed single processes for their memory without such a fact; `memory_kill` finds these in the job's log.
         """
         said = self.state.startswith("OUT_OF_ME") or self.reason == "OutOfMemory"
         return said or self.signal == _OUT_OF_MEMORY_SIGNAL or self.step_out_of_memory
@@ -155,8 +157,9 @@ def severity(component: JobFacts) -> int:
 def fetch_job_facts(connection: Connection, job_id: int) -> JobFacts | None:
     """Queries slurmctld and the accounting for the facts of a job; returns None if neither of them knows the job.
 
-    A cluster without accounting is no error. Raises SlurmUnanswered if neither knows the job and one of them did not answer.
-    Raises OSError for a failed connection.
+    If only one of them knows the job, the facts are those of this one, and a failure of the other is ignored. A cluster without
+    accounting is no error. Raises SlurmUnanswered if neither knows the job and one of them did not answer. Raises OSError for a
+    failed connection.
     """
     # A job in a hidden partition shows with --all only.
     show = ["scontrol", "--all", "show", "job", str(job_id)]
@@ -196,7 +199,7 @@ def parse_scontrol(text: str) -> JobFacts | None:
 def parse_sacct(text: str, job_id: int) -> JobFacts | None:
     """Returns the facts of the job `job_id` from its last run, after the last requeue; None if the job is not in `text`.
 
-    `text` is the output of `sacct --duplicates` with the columns `SACCT_FIELDS`.
+    `text` is the output of `sacct --noheader --parsable2 --duplicates` with the columns `SACCT_FIELDS`.
     """
     attempts: dict[int, list[list[dict[str, str]]]] = {}
     for line in text.splitlines():
@@ -229,7 +232,8 @@ def fetch_element_facts(connection: Connection, jobs: Sequence[str]) -> dict[tup
 def parse_sacct_elements(text: str) -> dict[tuple[int, int], JobFacts]:
     """Returns the facts of each element of a job array from its last run, after the last requeue, by array id and element number.
 
-    `text` is the output of `sacct --duplicates` with the columns `SACCT_FIELDS`. Jobs in `text` that are no arrays are left out.
+    `text` is the output of `sacct --noheader --parsable2 --duplicates` with the columns `SACCT_FIELDS`. Jobs in `text` that are
+    no arrays are left out.
     """
     attempts: dict[str, list[list[dict[str, str]]]] = {}
     for line in text.splitlines():
@@ -300,7 +304,11 @@ def combine(components: Sequence[JobFacts]) -> JobFacts:
 
 
 def merge_facts(controller: JobFacts | None, accounting: JobFacts | None) -> JobFacts | None:
-    """Returns slurmctld's facts of a job, completed by facts that only the accounting knows; None if neither knows the job."""
+    """Returns slurmctld's facts of a job, completed by facts that only the accounting knows.
+
+    `controller` has the facts of slurmctld, and `accounting` those of the accounting; None stands for a source that does not know
+    the job. The result is then the other argument.
+    """
     if controller is None or accounting is None:
         return controller or accounting
     if controller.components and len(controller.components) == len(accounting.components):
@@ -310,7 +318,10 @@ def merge_facts(controller: JobFacts | None, accounting: JobFacts | None) -> Job
 
 
 def _merged(controller: JobFacts, accounting: JobFacts) -> JobFacts:
-    """Returns slurmctld's facts of a job or component, completed by the accounting's facts of the same job or component."""
+    """Returns `controller`, slurmctld's facts of a job or component, completed by facts of the accounting about the same job.
+
+    If the two disagree on the number of restarts, only the user who cancelled the job, and the memory, come from `accounting`.
+    """
     if accounting.restarts != controller.restarts:
         return replace(controller, cancelled_by=accounting.cancelled_by, max_rss=accounting.max_rss)
     merged = replace(
@@ -338,7 +349,7 @@ def state_word(text: str) -> tuple[str, int | None]:
 
 
 def parse_size(text: str) -> int | None:
-    """Returns the number of bytes for a text such as "309816K", "2G" or "1.50G"; None for any other text."""
+    """Returns the bytes in a size that Slurm printed, such as "309816K", "2G" or "1.50G" (K is 1024); None for any other text."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGTPE]?)", text)
     return int(float(match[1]) * 1024 ** " KMGTPE".index(match[2] or " ")) if match else None
 
@@ -347,7 +358,7 @@ def parse_size(text: str) -> int | None:
 
 
 def relevant_lines(log: str) -> list[str]:
-    """Returns the lines of a job's log without empty lines and without Slurm's reports of its own actions."""
+    """Returns the lines of a job's log, without empty lines and without lines in which Slurm only reports its own actions."""
     return [line for line in map(str.strip, log.splitlines()) if line and not _NOISE.match(line)]
 
 
@@ -397,8 +408,8 @@ def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> 
 
     Args:
         job: the facts of the job.
-        log: the output of the batch script, of slurmstepd and of the runtime.
-        terminated: whether the run record says that a signal from outside ended the runtime.
+        log: the output of the batch script, of slurmstepd and of the runtime (this package's program on the nodes).
+        terminated: whether a signal from outside ended the runtime, as the runtime itself has recorded.
         silent: whether the job wrote nothing into the run directory.
     """
     killed = memory_kill(log)

@@ -1,8 +1,8 @@
 """Job arrays: the names of their elements in Slurm, the number of elements that a site accepts, and the size of the next array.
 
-The functions have no side effects. squeue and sacct list the waiting elements of an array in one row, "12_[4,6-11%2]", and each
-other element in a row of its own, "12_3". If the only waiting element is cancelled, this element disappears from both lists
-(tried on 22.05).
+Slurm calls an element an array task. squeue and sacct list the waiting elements of an array in one row, "12_[4,6-11%2]", and
+each other element in a row of its own, "12_3". If the only waiting element is cancelled, this element disappears from both lists
+(tried on 22.05). The functions have no side effects.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def elements_of(label: str) -> tuple[int, list[int]] | None:
 
 
 def waits(row: QueueRow) -> bool:
-    """Whether a row stands for elements that have not started: elements that wait, or were cancelled while they waited."""
+    """Whether a row of squeue stands for elements that have not started: elements that wait, or were cancelled as they waited."""
     return "[" in row.label
 
 
 def rows_by_element(rows: Iterable[QueueRow]) -> dict[tuple[int, int], QueueRow]:
-    """Returns the row of each element, by array id and element number; rows of jobs that are no arrays are left out.
+    """Returns the row of squeue for each element, by array id and element number; rows of jobs that are no arrays are left out.
 
     An element that Slurm runs again may be in two rows: in the row of all waiting elements, and in a row of its own. The result
     then has the element's own row.
@@ -71,7 +71,8 @@ def ranges(numbers: Collection[int]) -> list[list[int]]:
 def parse_largest(config: str) -> int:
     """Returns the largest number of elements that an array may have; `config` is the output of `scontrol show config`.
 
-    If the output has no MaxArraySize, Slurm's default of 1001 counts.
+    The result is MaxArraySize or, if smaller, `max_array_tasks` in SchedulerParameters. If the output has no MaxArraySize,
+    Slurm's default of 1001 counts.
     """
     found = dict(re.findall(r"(?m)^(\w+)\s*= *(.*)$", config))
     sizes = [parse_count(found.get("MaxArraySize", "")) or _DEFAULT_SIZE]
@@ -84,9 +85,11 @@ def parse_submit_limit(associations: str, account: str | None, partition: str | 
     """Returns the largest number of jobs that a user may have in the queue at a time; None if no line sets a limit.
 
     Args:
-        associations: output of sacctmgr with lines "ACCOUNT|PARTITION|LIMIT". Of several limits, the largest counts.
-        account: the account of the next job. Lines for other accounts are ignored; None stands for all accounts.
-        partition: the partition of the next job. Lines for other partitions are ignored; a line without a partition counts.
+        associations: output of `sacctmgr --noheader --parsable2 show associations user=USER format=account,partition,maxsubmit`,
+            which has lines "ACCOUNT|PARTITION|LIMIT". Of several limits, the largest counts.
+        account: the account of the next job; lines for other accounts are ignored. If None, the lines of all accounts count.
+        partition: the partition of the next job; lines for other partitions are ignored. None for the default partition; then
+            only lines without a partition count. Lines without a partition always count.
     """
     limits = []
     for line in associations.splitlines():
@@ -104,15 +107,16 @@ class Room:
     `refused` and `taken` return a copy that takes Slurm's answer to a submission into account.
     """
 
-    largest: int  # Most elements of one array.
+    largest: int  # Most elements of one array (see `parse_largest`).
     limit: int | None = None  # Most jobs that the user may have in the queue; None for no limit, or an unknown limit.
     attempt: int | None = None  # Most elements of the next array, after a refusal; None before the first refusal.
 
     def next_size(self, waiting: int, own: int, all_jobs: int) -> int:
         """Returns the number of elements for the next array; 0 if no array should be submitted now.
 
-        If `own` is not 0 and the user's limit of jobs leaves room for only a small array, the result is 0, so that a step has few
-        arrays. An array is small if it has neither all waiting elements nor half as many elements as the limit.
+        If this step has elements in the queue, and the user's limit of jobs leaves room for only a small array, the result is 0:
+        a larger array can follow later, so that a step has few arrays. An array is small if it lacks some of the waiting
+        elements, and has fewer elements than half of the limit.
 
         Args:
             waiting: the number of elements that this step has yet to submit.

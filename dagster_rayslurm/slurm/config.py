@@ -90,9 +90,10 @@ class SlurmResource(StrictResource):
 
 
 def split_signal(text: str | None) -> tuple[str, float | None]:
-    """Returns the signal and the seconds before the time limit in a value of `signal_before_timeout`; the signal lacks "SIG".
+    """Returns the signal and the seconds in `text`, a value of `signal_before_timeout`: ("USR1", 300.0) for "USR1@300".
 
-    The signal is "TERM" if the value has only seconds, such as "300". For None, the signal is "TERM" and the seconds are None.
+    The seconds say how long before the job's time limit the signal is sent. A "SIG" at the beginning of the signal is left out. A
+    value without a signal, such as "300", gives ("TERM", 300.0). The value None gives ("TERM", None): no signal is sent.
     """
     if text is None:
         return "TERM", None
@@ -101,7 +102,10 @@ def split_signal(text: str | None) -> tuple[str, float | None]:
 
 
 class HetComponent(StrictConfig):
-    """One component of a heterogeneous job: equal nodes, in a Ray cluster across all components or in a cluster of their own."""
+    """One component of a heterogeneous job: a group of equal nodes.
+
+    All components share one Ray cluster; with topology "separate", each component has a Ray cluster of its own.
+    """
 
     component_id: Annotated[str, identifier]
     """Name of the component; Ray nodes carry it as a label."""

@@ -1,4 +1,7 @@
-"""Chooses the nodes that a job must avoid because these nodes failed a health check, as long as enough other nodes are left."""
+"""Chooses the nodes that a job must avoid because these nodes failed a health check, as long as enough other nodes are left.
+
+A run checks the health of its nodes before it starts Ray (`RayLauncher.health_check`).
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,15 @@ Partitions = Mapping[str, Sequence[str]]  # The usable nodes of each partition; 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """The result of `choose` for nodes that failed a health check: a job excludes `nodes`, and may still get the nodes in `kept`.
+    """Which of the nodes that failed a health check a job excludes (`nodes`), and which nodes the job may still get (`kept`)."""
 
-    Each node in `kept` stands with the reason why the job may still get the node.
-    """
-
-    nodes: tuple[UnhealthyNode, ...] = ()  # Excluded.
-    kept: tuple[tuple[UnhealthyNode, str], ...] = ()  # Not excluded, with the reason.
+    nodes: tuple[UnhealthyNode, ...] = ()
+    kept: tuple[tuple[UnhealthyNode, str], ...] = ()  # Pairs of a node, and the reason why the job does not exclude the node.
 
     def problem(self, unhealthy: Sequence[UnhealthyNode]) -> str | None:
-        """Returns a sentence that names the first of the nodes `unhealthy` that the job does not exclude, and says why not.
+        """Returns a sentence about the first node in `unhealthy` that the job does not exclude, with the reason.
 
-        The result is None if the job excludes all nodes in `unhealthy`.
+        The result is None if the job excludes all nodes in `unhealthy`, which failed a health check.
         """
         excluded = {each.node for each in self.nodes}
         reasons = {each.node: why for each, why in self.kept}
@@ -48,9 +48,10 @@ class Exclusion:
 def choose(request: JobRequest, unhealthy: Sequence[UnhealthyNode], partitions: Partitions) -> Exclusion:
     """Decides which of the nodes `unhealthy` a job excludes, and which of these nodes the job has to keep.
 
-    Goes through `unhealthy` in order, and excludes a node if the partitions without this node, and without the nodes excluded
-    before, still have as many usable nodes as the job requests. A node in the job's `nodelist` is kept. A node outside the job's
-    partitions is left out of the result. `partitions` has the usable nodes of each partition.
+    `unhealthy` are nodes that failed a health check, and `partitions` has the usable nodes of each partition. The function goes
+    through `unhealthy` in order. It excludes a node if the job's partitions, without this node and the nodes excluded before,
+    still have as many usable nodes as the job requests. A node in the job's `nodelist` is kept. A node outside the job's
+    partitions is left out of the result.
     """
     exclusion = Exclusion()
     for each in unhealthy:
@@ -98,10 +99,11 @@ def parse_partitions(text: str) -> Partitions:
 
 
 def _too_few(request: JobRequest, part: JobRequest, out: set[str], partitions: Partitions) -> str | None:
-    """Returns a sentence if no partition of the component `part` has enough nodes besides the nodes `out`; otherwise None.
+    """Returns a sentence if, without the nodes `out`, no partition of a component has enough usable nodes; otherwise None.
 
-    Slurm gives each component nodes of its own. So components of `request` with the same partition need the sum of their nodes.
-    Returns None also if `partitions`, the usable nodes by partition, has none of the component's partitions.
+    `part` is the component of the job `request`, or `request` itself. Slurm gives each component nodes of its own, so components
+    with the same partition need the sum of their nodes. `partitions` has the usable nodes by partition. The result is None, too,
+    if `partitions` has none of the component's partitions.
     """
     wanted = sum(each.queue.num_nodes for each in request.components if each.queue.partition == part.queue.partition)
     out = out | set(listed(part.queue.exclude))
@@ -118,7 +120,10 @@ def _too_few(request: JobRequest, part: JobRequest, out: set[str], partitions: P
 
 
 def _partitions(part: JobRequest, partitions: Partitions) -> Sequence[str]:
-    """Returns the names of the partitions in which a component may run; "" stands for the default partition."""
+    """Returns the names of the partitions in which the component `part` may run; "" stands for the default partition.
+
+    A component with the partition "auto" may run in every partition in `partitions`.
+    """
     return list(partitions) if part.queue.partition == AUTO else (part.queue.partition or "").split(",")
 
 
@@ -142,10 +147,10 @@ def remember(connection: Connection, base: str, nodes: Sequence[UnhealthyNode]) 
 
 
 def exclusion_for(connection: Connection, base: str, request: JobRequest) -> Exclusion:
-    """Returns which nodes a job excludes because they failed a health check of a run in the last `MEMORY` seconds.
+    """Returns which nodes a job excludes because they failed a health check of a run in the last hour (`MEMORY` seconds).
 
-    `base` is the base directory on the cluster, where `remember` records such nodes. The result lacks the nodes that the user
-    excludes in `request`; `excluding` adds the result to them.
+    `base` is the base directory on the cluster, where `remember` records such nodes. `request` stays unchanged; `excluding`
+    returns a copy of a request that excludes the nodes in the result.
 
     Raises OSError if the cluster or Slurm does not answer.
     """

@@ -1,4 +1,7 @@
-"""Chooses the partition of a job whose queue has `partition="auto"`: the first partition that fits and has free nodes."""
+"""Chooses the partition of a job whose queue has `partition="auto"`: the first partition that fits and has free nodes.
+
+The queue of a job or component is its `SlurmQueueConfig`, which says what to request from Slurm.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,11 @@ def choose(request: JobRequest, partitions: Sequence[Partition]) -> Placement:
 
 
 def _likely_nodes(queue: SlurmQueueConfig, partitions: Sequence[Partition], taken: Set[str]) -> set[str]:
-    """Returns the names of the nodes that Slurm likely gives to a component: free ones first, and the smallest that fit."""
+    """Returns the names of the nodes that Slurm likely gives to a component: free nodes first, and small nodes first.
+
+    `queue` says what the component requests, and `taken` has the names of nodes that earlier components of the same job likely
+    get. If not enough nodes fit, the result has fewer nodes than `queue` requests.
+    """
     names = queue.partition.split(",") if queue.partition else [each.name for each in partitions if each.is_default]
     nodes = [node for each in partitions if each.name in names for node in each.usable]
     fitting = [node for node in nodes if node.name not in taken and _fits(node, queue)]
@@ -121,7 +128,10 @@ def _problem(partition: Partition, nodes: Sequence[Node], queue: SlurmQueueConfi
 
 
 def _fits(node: Node, queue: SlurmQueueConfig) -> bool:
-    """Returns whether a node has the CPUs, memory, GPUs and features that a queue asks for, and is not in `queue.exclude`."""
+    """Returns whether a node has the CPUs, memory, GPUs and features that a queue asks for, and is not in `queue.exclude`.
+
+    A constraint with other operators than "&" is ignored.
+    """
     cpus = queue.cpus_per_node or 1
     memory = mebibytes(queue.mem) if queue.mem else mebibytes(queue.mem_per_cpu) * cpus if queue.mem_per_cpu else 0.0
     gpus = node.gpus[queue.gpu_type] if queue.gpu_type else node.gpus.total()
@@ -131,7 +141,10 @@ def _fits(node: Node, queue: SlurmQueueConfig) -> bool:
 
 
 def _gpus(queue: SlurmQueueConfig) -> int:
-    """Returns the number of GPUs that a queue asks for on each node; 1 if only `extra_sbatch` asks for GPUs."""
+    """Returns the number of GPUs that a queue asks for on each node; 0 for none.
+
+    If only an option in `extra_sbatch` asks for GPUs, the number is not known, and the result is 1.
+    """
     granted = granted_gpus(queue.model_dump())
     return 1 if granted is None else granted
 

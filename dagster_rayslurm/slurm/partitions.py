@@ -32,7 +32,7 @@ class Node:
     memory: int  # MiB.
     gpus: Counter[str]  # Number by type; "" is the type of GPUs without one.
     features: tuple[str, ...]
-    idle_cpus: int = 0
+    idle_cpus: int = 0  # CPUs that no job uses; 0 also if sinfo does not say.
 
     @property
     def usable(self) -> bool:
@@ -109,9 +109,9 @@ class Partition:
 
 
 def objections(partition: Partition, queue: SlurmQueueConfig) -> Iterator[str]:
-    """Yields each reason why a partition's settings forbid a job with this queue.
+    """Yields, as a phrase, each reason why a partition's settings forbid a job that requests what `queue` says.
 
-    Yields nothing if the settings allow the job.
+    Yields nothing if the settings allow the job. The time limit and the nodes of the partition are not checked.
     """
     accounts, qos = partition.names("AllowAccounts"), partition.names("AllowQos")
     if partition.state != "UP":
@@ -140,7 +140,7 @@ def objections(partition: Partition, queue: SlurmQueueConfig) -> Iterator[str]:
 
 
 def limit_seconds(text: str) -> float | None:
-    """Returns the seconds of a time limit in Slurm's form; None if there is no limit."""
+    """Returns the seconds of a time limit that scontrol printed, such as "1-00:00:00"; None for no limit, such as "NONE"."""
     return None if text in ("", "(null)", "NONE", "N/A", "Partition_Limit") else time_limit_seconds(text)
 
 
@@ -150,7 +150,11 @@ def _span(values: Iterable[int]) -> str:
 
 
 def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
-    """Returns the partitions, each with its nodes, from the output of the commands `PARTITIONS` and `NODES`."""
+    """Returns the partitions of a cluster, each with its nodes.
+
+    `partitions` is the output of the command `PARTITIONS` (`scontrol show partition`), and `nodes` is the output of the command
+    `NODES` (`sinfo --Node`). Lines of other text are ignored.
+    """
     found = {}
     for line in partitions.splitlines():
         settings = dict(_PAIR.findall(line))

@@ -1,6 +1,7 @@
-"""Explains to users the reason that Slurm shows for a job that waits; the functions have no side effects.
+"""Explains to users why a job waits, from the reason that Slurm shows for a pending job; the functions have no side effects.
 
-A job beyond a limit of its QOS waits, unless the QOS has DenyOnLimit. Tried on Slurm 22.05 and 24.11.
+Such a reason is one word or phrase in squeue, such as "Resources" or "PartitionTimeLimit". A job beyond a limit of its QOS waits,
+unless the QOS has DenyOnLimit. Tried on Slurm 22.05 and 24.11.
 """
 
 from __future__ import annotations
@@ -63,11 +64,11 @@ _TODAY = 18 * 3600.0  # Seconds up to which an expected start is shown as a time
 
 
 def impossible(reason: str, partition: str | None = None) -> str | None:
-    """Returns a sentence if a job that waits for Slurm's `reason` can never start; None if the job may start later.
+    """Returns a sentence for the user if a waiting job can never start; None if the job may start later.
 
-    `reason` is the text of squeue, or the text of scontrol, which has underscores in place of spaces. `partition` is the
-    partition of the job. If `partition` has several names, separated by commas, the result is None. The reason then concerns only
-    the last partition that Slurm tried.
+    The sentence says what is wrong with the job and what to change. `reason` is Slurm's reason why the job waits, as squeue or
+    scontrol prints it. `partition` is the requested partition; None for the default partition. If `partition` has several names,
+    separated by commas, the result is None, because the reason then concerns only the last partition that Slurm tried.
     """
     if partition is not None and "," in partition:
         return None
@@ -77,9 +78,10 @@ def impossible(reason: str, partition: str | None = None) -> str | None:
 
 
 def over_limit(reason: str) -> str | None:
-    """Returns a sentence if a job breaks a limit that its account or QOS sets for each single job; None for any other reason.
+    """Returns a sentence for the user if a job breaks a limit that its account or QOS sets for each single job.
 
-    `reason` is Slurm's reason why the job waits, or an error of sbatch.
+    The sentence names the limit and the field to change. `reason` is Slurm's reason why the job waits, or an error message of
+    sbatch. The result is None if `reason` names no such limit.
     """
     reason = reason.strip()
     limit = _LIMIT.fullmatch(reason)
@@ -94,7 +96,11 @@ def over_limit(reason: str) -> str | None:
 
 
 def most_informative_row(rows: Sequence[QueueRow]) -> QueueRow | None:
-    """Returns the row of the component that seems to delay its job most; None if all rows have the same reason and start."""
+    """Returns the row of the component that seems to delay its heterogeneous job most.
+
+    `rows` are the rows of the job's components in the queue. The result is None if all rows have the same reason and the same
+    expected start, or if there are fewer than two rows.
+    """
     if len({(row.reason, row.start) for row in rows}) < 2:
         return None
 
@@ -106,9 +112,11 @@ def most_informative_row(rows: Sequence[QueueRow]) -> QueueRow | None:
 
 
 def waiting_text(reason: str, start: float | None, now: float) -> str:
-    """Returns a phrase with Slurm's reason why a job waits, and the start that Slurm expects; "" if Slurm shows neither.
+    """Returns a phrase such as "waiting for Resources; Slurm expects a start at 14:30 UTC at the latest".
 
-    `start` and `now` are in seconds of the epoch.
+    `reason` is Slurm's reason why a job waits; "" for none. `start` is the time at which Slurm expects the job to start; None if
+    Slurm names no time. `now` is the present time. Both times are in seconds since the epoch. Without a reason and a start, the
+    result is "".
     """
     if not reason and not start:
         return ""

@@ -114,10 +114,10 @@ def lacks_room(stderr: str) -> bool:
 
 
 def with_requested_values(sentence: str, request: JobRequest) -> str:
-    """Returns a sentence, and in parentheses the values that the job requests for the `SlurmQueueConfig` fields in the sentence.
+    """Returns `sentence` with an addition such as " (asked for: mem='64G')": the values of the fields that `sentence` names.
 
-    For a heterogeneous job, the parentheses have the values of each component. Returns the sentence alone if it names no field
-    that has a value.
+    The fields are those of `SlurmQueueConfig`, and the values are those of the job `request`; for a heterogeneous job, those of
+    each component. Returns `sentence` unchanged if it names no field that has a value.
     """
     heterogeneous = bool(request.further_components)
     values = [(_values(sentence, each), f" of {each.component_id!r}" if heterogeneous else "") for each in request.components]
@@ -140,10 +140,10 @@ def _values(sentence: str, request: JobRequest) -> str:
 
 
 def component_request(row: QueueRow, request: JobRequest) -> JobRequest:
-    """Returns the request for the component that a row of the queue shows; for a job without components, `request` itself.
+    """Returns the part of `request`, the request for a job, for the component that `row` shows, a row of the job in the queue.
 
-    If `request` does not have the component, the result has only the label of the row as the component's id, and the row's
-    partition.
+    For a job without components, the result is `request` itself. If `request` lacks the component, the result is a new request
+    with only two values: the label of the row as the component's id, and the partition of the row.
     """
     number = row.label.partition("+")[2]
     if number.isdigit() and int(number) < len(request.components) > 1:
@@ -156,17 +156,19 @@ def component_request(row: QueueRow, request: JobRequest) -> JobRequest:
 def pending_reason(reason: str, rows: Sequence[QueueRow], request: JobRequest) -> str:
     """Returns Slurm's reason why a job waits, for a message to the user.
 
-    The result is `reason` if all components of the job wait for the same reason. Otherwise, the result is the reason of the
-    component that delays the job most, with the name of this component. `rows` are the job's rows in the queue.
+    The result is `reason`, the reason in the row of the job's first component, if all components wait for the same reason.
+    Otherwise, the result is the reason of the component that delays the job most, with the name of this component. `rows` are the
+    job's rows in the queue, and `request` is the request for the job.
     """
     row = most_informative_row(rows)
     return reason if row is None else f"{row.reason or row.state} (component {component_request(row, request).component_id})"
 
 
 def never_starts(rows: Sequence[QueueRow], request: JobRequest) -> str | None:
-    """Returns a sentence if a pending job, or one of its components, can never start; None if all components may start later.
+    """Returns a sentence for the user if a pending job, or one of its components, can never start; None if it may start later.
 
-    `rows` are the job's rows in the queue.
+    The sentence says what is wrong and what to change. `rows` are the job's rows in the queue, and `request` is the request for
+    the job.
     """
     for row in rows:
         part = component_request(row, request)
@@ -178,7 +180,7 @@ def never_starts(rows: Sequence[QueueRow], request: JobRequest) -> str | None:
 
 
 def partition_too_small(rows: Sequence[QueueRow], request: JobRequest, sizes: Mapping[str, int]) -> str | None:
-    """Returns a sentence if a pending job requests more nodes of a partition than the partition has; None otherwise.
+    """Returns a sentence for the user if a pending job requests more nodes of a partition than the partition has; None otherwise.
 
     The requests of all components for the same partition are added up. Slurm's own reason, `PartitionNodeLimit`, is not enough,
     because this reason also stands for nodes that are down.

@@ -25,11 +25,11 @@ _GPUS = re.compile(r"--(gpus(-per-(socket|task))?=|(gres|tres-per-task)=(.*[,/])
 
 
 class Inheritance(Enum):
-    """The value that a component of a heterogeneous job gets for a field that only an earlier component sets."""
+    """The value that sbatch gives to a component of a heterogeneous job for a field that only an earlier component sets."""
 
     NONE = "none"  # Nothing: sbatch forgets the option.
-    INHERITED = "inherited"  # The value of the earlier component, and no option resets it: each component must set the field.
-    RESETTABLE = "resettable"  # The value of the earlier component, unless the option is given with an empty value.
+    INHERITED = "inherited"  # The value of the earlier component. No option resets it, so each component must set the field.
+    RESETTABLE = "resettable"  # The value of the earlier component, unless the component has the option with an empty value.
     WHOLE_JOB = "whole-job"  # The same value: the components begin and end together.
 
 
@@ -37,20 +37,21 @@ class Inheritance(Enum):
 class SbatchField:
     """How sbatch and this package treat one field of `SlurmQueueConfig`.
 
-    An object has the option of sbatch for the field, the value that later components of a heterogeneous job inherit, and a
-    function that tells whether the value of a session satisfies a payload.
+    An object tells the option of sbatch for the field, which value later components of a heterogeneous job inherit, and whether a
+    session with one value of the field satisfies a payload that wants another value.
     """
 
-    name: str
-    # Called with the value that a payload wants and the value that a session was granted; returns whether the session satisfies
-    # the payload. None if the field does not matter for that.
+    name: str  # Name of the field.
+    # Called with the value that a payload wants and the value that a session (a job that runs many payloads) was granted; returns
+    # whether the session satisfies the payload. None if the field does not matter for that.
     granted: Callable[[Any, Any], bool] | None
     option: str | None = None  # The long option in the job script, without "--"; None if the script has none.
     negation: str | None = None  # The option for False.
     aliases: tuple[str, ...] = ()  # Further options that mean the same.
     inheritance: Inheritance = Inheritance.NONE
     meaning: Callable[[Any], Any] = lambda value: value  # Two values that mean the same give equal results.
-    login_variable: bool = False  # Whether the user's own variable `SBATCH_<OPTION>` counts if the field is left out.
+    # Whether the environment variable `SBATCH_<OPTION>` of the user on the edge node counts if the field is left out.
+    login_variable: bool = False
 
 
 def requests_gpus(option: str) -> bool:
@@ -59,9 +60,10 @@ def requests_gpus(option: str) -> bool:
 
 
 def granted_gpus(queue: Mapping[str, Any]) -> int | None:
-    """Returns the number of GPUs that a queue asks for on each node, 0 for none; None if only `extra_sbatch` asks for GPUs.
+    """Returns the number of GPUs that a queue asks for on each node; 0 for none.
 
-    `queue` has the fields of a `SlurmQueueConfig`.
+    `queue` has the fields of a `SlurmQueueConfig`. The result is None if only an option in `extra_sbatch` asks for GPUs, because
+    the number is then not known.
     """
     if queue["gpus_per_node"] is None and any(map(requests_gpus, queue["extra_sbatch"])):
         return None
@@ -72,7 +74,7 @@ def granted_gpus(queue: Mapping[str, Any]) -> int | None:
 def _at_most(wanted: int, granted: int | None) -> bool:
     """Returns whether a payload that wants the amount `wanted` fits into a session that was granted the amount `granted`.
 
-    None stands for an amount that only the running session knows; the result is True then.
+    `granted` is None for an amount that only the running session knows; the result is then True.
     """
     return granted is None or wanted <= granted
 
@@ -175,7 +177,7 @@ class JobRequest:
     comment: str
     # The user's configuration, with the CPUs and GPUs that the launcher wants where the user sets none.
     queue: SlurmQueueConfig = field(default_factory=SlurmQueueConfig)
-    component_id: str | None = None
+    component_id: str | None = None  # Name of the component that has these options; None for a job without components.
     further_components: tuple[JobRequest, ...] = ()
     array: str | None = None  # The value of `--array`, such as "0-99%16"; None for a job that is no array.
 
@@ -186,13 +188,16 @@ class JobRequest:
 
     @property
     def partitions_text(self) -> str:
-        """The requested partitions in words, each partition once."""
+        """The requested partitions in words, each partition once, such as "partition gpu and the default partition"."""
         named = (each.queue.partition for each in self.components)
         return " and ".join(dict.fromkeys(f"partition {name}" if name else "the default partition" for name in named))
 
     @property
     def login_variables(self) -> list[str]:
-        """The names of the user's `SBATCH_*` variables that sbatch shall see: the variables for fields that no component sets."""
+        """The names of the user's environment variables that sbatch may see, such as "SBATCH_PARTITION".
+
+        The result has a name for each field with `SbatchField.login_variable` that no component sets.
+        """
         names = [each.name for each in SBATCH_FIELDS if each.login_variable]
         return [f"SBATCH_{name.upper()}" for name in names if all(getattr(each.queue, name) is None for each in self.components)]
 
@@ -269,7 +274,10 @@ def _amount(granted: int | None, field: str, unit: str, footprint: Footprint) ->
 
 
 def check_queue(queue: SlurmQueueConfig) -> None:
-    """Raises a ValueError that names the fields if a queue contradicts itself, or if `extra_sbatch` has a refused option."""
+    """Raises ValueError if fields of a queue contradict each other, or if `extra_sbatch` has an option that is not allowed.
+
+    The error message names the fields.
+    """
     if queue.mem is not None and queue.mem_per_cpu is not None:
         raise ValueError(
             f"SlurmQueueConfig.mem={queue.mem!r} and mem_per_cpu={queue.mem_per_cpu!r} exclude each other; set one of them"
@@ -309,19 +317,22 @@ def _check_extra_option(queue: SlurmQueueConfig, option: str) -> None:
 
 
 def job_name(step_key: str, nonce: str) -> str:
-    """Returns a job name that contains the step's key and ends with `nonce`, a random word by which the job is found again."""
+    """Returns a name for a Slurm job, with the key of the Dagster step and, at the end, the random text `nonce`.
+
+    By this text, which no other job's name has, the job is found again.
+    """
     return f"{_NAME_PREFIX}{_UNSAFE.sub('_', step_key)[:_MAX_STEP]}-{nonce}"
 
 
 def is_job_of(name: str, nonce: str) -> bool:
-    """Whether `name` is a job name that `job_name` made with this nonce."""
+    """Whether `name` is a job name that `job_name` made with the random text `nonce`."""
     return name.startswith(_NAME_PREFIX) and name.endswith(f"-{nonce}")
 
 
 def job_comment(run_id: str, step_key: str, partition_key: str | None) -> str:
-    """Returns a comment that names the Dagster run, the step and, unless `partition_key` is None, the partition of a job.
+    """Returns a comment for a Slurm job, which names the Dagster run, the step and, if there is one, the Dagster partition.
 
-    The comment is one line of at most 500 bytes.
+    `partition_key` is None for a step without a partition. The comment is one line of at most 500 bytes.
     """
     words = ["rayslurm submit", step_key] if run_id == FROM_TERMINAL else ["dagster run", run_id, "step", step_key]
     if partition_key is not None:
@@ -341,8 +352,9 @@ _SRUN = 'exec srun {} "$@"'
 def srun_command(queue: SlurmQueueConfig, patience: int | None) -> list[str]:
     """Returns the beginning of an srun command, to which the caller appends the command to run.
 
-    The appended command runs on one CPU of a node on which jobs of the queue may run. srun fails if Slurm has no such CPU within
-    `patience` seconds; if `patience` is None, srun waits without limit.
+    srun submits a job of its own, which runs the appended command on one CPU of a node on which jobs with the configuration
+    `queue` may run. srun fails if Slurm grants no such CPU within `patience` seconds; if `patience` is None, srun waits without
+    limit.
     """
     fields = [each for each in SBATCH_FIELDS if each.name in _PLACE]
     queue = queue.having(partition=None) if queue.partition == AUTO else queue
@@ -410,9 +422,10 @@ def sbatch_quote(text: str) -> str:
 
 
 def escape_pattern(path: str) -> str:
-    """Returns a path escaped for `--output`, so that sbatch replaces nothing in the path (sbatch(1), "filename pattern").
+    """Returns a path escaped for sbatch's `--output`, so that sbatch does not replace patterns such as "%j" in the path.
 
-    In a path with a backslash, sbatch replaces no pattern, and drops each backslash that is not doubled.
+    In a path with a backslash, sbatch replaces no pattern, and drops each backslash that is not doubled (sbatch(1), "filename
+    pattern").
     """
     return path.replace("\\", r"\\") if "\\" in path else path.replace("%", "%%")
 
@@ -480,7 +493,7 @@ def sbatch_options(request: JobRequest) -> Iterator[str]:
 
 
 def _resets(request: JobRequest, before: JobRequest) -> Iterator[str]:
-    """Yields options of sbatch that reset what a component would inherit from the preceding component, `before`."""
+    """Yields the options of sbatch with which the component `request` does not inherit values of `before`, the preceding one."""
     for each in SBATCH_FIELDS:
         inherits = getattr(before.queue, each.name) is not None and getattr(request.queue, each.name) is None
         if each.inheritance is Inheritance.RESETTABLE and inherits:

@@ -62,9 +62,9 @@ def run_slurm(
         command: the words of the command.
         stdin: the command's standard input.
         timeout: the seconds after which the command is killed; None for no limit.
-        keep: the names of the variables to keep.
-        function: the function of the package `edge` that runs the command. Its arguments are the command, the standard input, the
-            timeout, `keep` and the items of `options`.
+        keep: the names of the variables to keep, such as "SBATCH_PARTITION".
+        function: the function that runs the command on the machine, from the package `edge`. Its arguments are the command, the
+            standard input, the timeout, `keep` and the items of `options`.
         options: the last arguments of `function`.
     """
     return connection.run(command, stdin, timeout, function, (list(keep), *options))
@@ -111,22 +111,26 @@ def ask_patiently(
 
 @dataclass(frozen=True)
 class QueueRow:
-    """A row of squeue: a job, a component of a heterogeneous job, or elements of a job array. Times are seconds of the epoch."""
+    """A row of squeue: a job, a component of a heterogeneous job, or elements of a job array.
+
+    Times are in seconds since the epoch, by the cluster's clock.
+    """
 
     job_id: int  # Number of the job; a component, or an element that has started, has a number of its own.
-    label: str  # The number that users know, such as "12+1" or "12_[1-5]".
-    state: str
+    # The number that users see: "12" for a job, "12+1" for a component, "12_3" for an element, "12_[1-5]" for waiting elements.
+    label: str
+    state: str  # Such as "RUNNING".
     reason: str  # Why the job waits, or why it ended; "None" for none.
     start: float | None  # When the job started, or is expected to start; None if Slurm does not know.
     submit: float | None  # When the job was submitted or requeued.
     num_nodes: int
-    nodes: str  # The job's nodes in Slurm's short form; "" while the job has none.
+    nodes: str  # The job's nodes in Slurm's short form, such as "node[1-3]"; "" while the job has none.
     partition: str  # One partition, or several separated by commas while the job is pending.
     name: str
 
     @property
     def is_leader(self) -> bool:
-        """Whether the id in this row stands for a whole job: for a job without components, or for a job's first component."""
+        """Whether the row is that of a job without components, or of the first component, whose id stands for the whole job."""
         return self.label.partition("+")[2] in ("", "0")
 
     @property
@@ -178,10 +182,10 @@ class QueueSnapshot:
 
 
 def listed_snapshot(place: str, code: int, out: str, error: str) -> QueueSnapshot:
-    """Returns the snapshot of the queue in an answer of squeue; raises SlurmUnanswered if there is no such answer.
+    """Returns the snapshot of the queue in the output `out` of `squeue_command`.
 
-    `code`, `out` and `error` are the exit code, the output and the error output of squeue, and `place` names the host. The answer
-    does not tell when squeue was called, so `began` is 0.
+    Raises SlurmUnanswered if squeue failed, or if `out` has other text. `code` and `error` are the exit code and the error output
+    of squeue, and `place` names the host in messages. In the result, `began` is 0, because `out` does not tell when squeue ran.
     """
     if code != 0:
         said = " ".join(error.split())[-300:] or "it said nothing"
@@ -193,14 +197,17 @@ def listed_snapshot(place: str, code: int, out: str, error: str) -> QueueSnapsho
 
 
 def parse_answer(data: bytes) -> QueueSnapshot:
-    """Returns the snapshot in `data`, an answer of `edge.slurm.queue` without its first line; raises ValueError if malformed."""
+    """Returns the snapshot in `data`, the output of `edge.slurm.queue` without the first line; raises ValueError if malformed.
+
+    The first line of `data` has two times: when squeue was called and when it ended. The output of squeue follows.
+    """
     times, _, text = data.partition(b"\n")
     began, ended = map(float, times.split())
     return QueueSnapshot(began, parse_squeue(text.decode("utf-8", "replace")), ended - began)
 
 
 def parse_squeue(text: str) -> tuple[QueueRow, ...]:
-    """Returns the rows in the output of `squeue_command`; raises ValueError if a line is no row."""
+    """Returns the rows in the output of `squeue_command`; raises ValueError for text that is no row."""
     before, *rows = ("\n" + text.removesuffix("\n")).split(f"\n{_ROW}{_UNIT}")
     if before.strip():
         raise ValueError(f"squeue printed {before.strip()[:200]!r} where jobs were expected")
@@ -217,7 +224,7 @@ def _row(text: str) -> QueueRow:
 
 
 def parse_time(text: str) -> float | None:
-    """Returns a time that Slurm printed with `SLURM_TIME_FORMAT=%s`, in seconds of the epoch; None for other text."""
+    """Returns a time that Slurm printed with `SLURM_TIME_FORMAT=%s`, in seconds since the epoch; None for other text."""
     return float(text) if re.fullmatch(r"[1-9][0-9]*", text) else None
 
 
@@ -231,8 +238,8 @@ def parse_count(text: str) -> int:
 class ClusterClock:
     """Computes the time on the edge node from this machine's clock, for comparison with other times on the cluster.
 
-    `local` returns the time of this machine's clock, in seconds. A clock that stands still while the machine sleeps is allowed,
-    because each answer of the edge node corrects the difference.
+    `connection` leads to the edge node. `local` returns the time of this machine's clock, in seconds from any point in time. This
+    clock may stand still while the machine sleeps, because each answer of the edge node corrects the difference (`observe`).
     """
 
     connection: Connection
@@ -240,7 +247,7 @@ class ClusterClock:
     _offset: float | None = None
 
     def now(self) -> float:
-        """Returns the time on the edge node, in seconds of the epoch.
+        """Returns the time on the edge node, in seconds since the epoch.
 
         The first call queries the edge node and may raise OSError.
         """
@@ -251,7 +258,7 @@ class ClusterClock:
         return self.local() + self._offset
 
     def observe(self, stamp: float, asked: float, answered: float) -> float:
-        """Corrects this clock by `stamp`, the time on the edge node, in seconds of the epoch, that the edge node has reported.
+        """Corrects this clock by `stamp`, the time on the edge node, in seconds since the epoch, that the edge node has reported.
 
         `asked` and `answered` are the times of `local()` before the request and after the answer. Returns the offset of the edge
         node's time: the seconds to add to a time of `local()`.
@@ -282,10 +289,10 @@ class SharedQueue:
     error: str | None = None  # Why the last query failed, in one sentence; None after one that succeeded.
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _recent: threading.Lock = field(default_factory=threading.Lock)  # Held by the thread that asks for `_own`.
-    _own: QueueSnapshot | None = None
-    _busy: bool = False
-    _asked_at: float = -math.inf
-    _snapshot: QueueSnapshot | None = None
+    _own: QueueSnapshot | None = None  # The last snapshot of `recent`, which this process got from squeue itself.
+    _busy: bool = False  # Whether a query for `_snapshot` is under way.
+    _asked_at: float = -math.inf  # When the last query for `_snapshot` began.
+    _snapshot: QueueSnapshot | None = None  # The newest snapshot from the file that all processes share.
 
     def __post_init__(self) -> None:
         self.clock = self.clock or ClusterClock(self.connection)
@@ -294,7 +301,7 @@ class SharedQueue:
         """Returns the newest known snapshot at once; None if there is no snapshot yet. `now` is the time on the cluster.
 
         If the snapshot is older than `poll_interval` seconds, a query of the queue starts in the background, and a later call
-        returns the new snapshot. While Slurm answers slowly, snapshots are used for longer.
+        returns the new snapshot. While squeue takes long, the interval between two queries is longer than `poll_interval`.
         """
         with self._lock:
             newest = self._snapshot
@@ -312,10 +319,11 @@ class SharedQueue:
         return self._snapshot
 
     def recent(self) -> QueueSnapshot | None:
-        """Returns the queue as this process last saw it, if that was less than `poll_interval` seconds ago; else asks Slurm.
+        """Returns a snapshot that this process itself got from squeue less than `poll_interval` seconds ago.
 
-        Snapshots of other processes are not used, because they may be older than this process, and lack jobs that were submitted
-        just before this process began. Returns None if the cluster or Slurm does not answer.
+        If there is no such snapshot, the function runs squeue and waits for the answer. Returns None if the cluster or Slurm does
+        not answer. Snapshots of other processes are not used, because they may lack jobs that were submitted just before this
+        process began.
         """
         with self._recent, contextlib.suppress(OSError):
             if self._own is None or abs(self.clock.now() - self._own.began) >= self.poll_interval:
@@ -352,12 +360,14 @@ def fetch_queue(connection: Connection) -> QueueSnapshot:
 
 
 def _ask(connection: Connection, *shared: object) -> tuple[float, QueueSnapshot | None]:
-    """Returns the time on the cluster, in seconds of the epoch, and a snapshot of the queue.
+    """Returns the time on the cluster, in seconds since the epoch, and a snapshot of the queue.
 
-    Without `shared`, the function runs squeue. With `shared`, the function calls `edge.slurm.queue`, which runs squeue only if
-    the answer that all processes share is too old. `shared` are then the path of the shared answer, the interval of squeue in
-    seconds, and the time of the answer that the caller knows. If there is no newer answer, the function returns None in place of
-    the snapshot. Raises SlurmUnanswered or another OSError.
+    Without `shared`, squeue runs in any case. Otherwise `shared` has three values: the path of the file with the answer that all
+    processes share; the age in seconds at which this answer is too old; and the time of the answer that the caller has already
+    (0.0 for none). Then squeue runs only if the shared answer is too old. If there is no answer newer than the caller's, the
+    second result is None.
+
+    Raises SlurmUnanswered if squeue fails, and another OSError if the cluster does not answer.
     """
     try:
         done = run_slurm(connection, squeue_command(), timeout=_TIMEOUT, function=slurm.queue, options=shared)

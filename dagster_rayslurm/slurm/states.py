@@ -1,8 +1,12 @@
 """The state of a job, derived from all observations of the job: pending, running, ended, lost or unknown.
 
-The functions have no side effects. Only positive evidence ends a job. A job counts as lost only after the job was missing from
-the queue for a while without a break, by the clock of the snapshots. A query without answer gives no snapshot, so no time passes
-by that clock. The states are those of squeue(1), Slurm 22.05 to 25.05; a state that is not listed here ends nothing.
+There are three kinds of observations: a snapshot of Slurm's queue (an answer of squeue); the beginning of the run record (the
+file to which the runtime, this package's program on the nodes, writes what happens in a run); and the exit code of the batch
+script's srun. The functions have no side effects.
+
+Only positive evidence ends a job. A job counts as lost only if several snapshots in a row, over a minute or more, do not show the
+job. While squeue gives no answer, there is no snapshot, and no job becomes lost. The states are those of squeue(1), Slurm 22.05
+to 25.05; a state that is not listed here ends nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ from dataclasses import dataclass, replace
 from ..runtime.protocol.messages import TextEnum
 from .shared_queue import QueueRow
 
-# States that a job does not leave, unless Slurm requeues it. COMPLETING, STAGE_OUT and REVOKED are not among them.
+# States of a job that has ended; a job leaves such a state only if Slurm requeues the job. COMPLETING, STAGE_OUT and REVOKED are
+# not among them.
 TERMINAL = frozenset(
     ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"]
 )
@@ -29,16 +34,17 @@ ACTIVE = frozenset({"COMPLETING", "RESIZING", "RUNNING", "SIGNALING", "STAGE_OUT
 
 
 class JobPhase(TextEnum):
-    """The phase of a job, as far as known."""
+    """The phase of a job, as far as the observations tell; the comments at the members say what each phase means."""
 
-    UNKNOWN = "unknown"
-    PENDING = "pending"
-    RUNNING = "running"
+    UNKNOWN = "unknown"  # There is no observation yet, or squeue shows a state that says too little.
+    PENDING = "pending"  # The job waits for its nodes.
+    RUNNING = "running"  # The job has its nodes.
     ENDED = "ended"  # Slurm or the batch script reported the end.
     LOST = "lost"  # The job left the queue without a report of its end.
 
 
-# Seconds for which a job must be missing from the queue until it counts as lost, and if Slurm may requeue it.
+# Seconds for which a job must be missing from the queue before it counts as lost: ABSENCE for a job that Slurm never requeues,
+# REQUEUE_ABSENCE for a job that Slurm may requeue.
 ABSENCE, REQUEUE_ABSENCE = 60.0, 300.0
 SNAPSHOTS = 2  # Number of snapshots in a row without the job, at least, until it counts as lost.
 
@@ -48,15 +54,15 @@ class JobStatus:
     """The state of a job in Slurm, as far as known."""
 
     phase: JobPhase
-    state: str = ""  # The last state that Slurm reported; "" if there is none.
-    reason: str = ""  # Why it waits or ended, in Slurm's word; "" for none.
-    # When Slurm expects a pending job to start, in seconds of the epoch; None if it does not say.
+    state: str = ""  # The last state that Slurm reported, such as "RUNNING"; "" if there is none.
+    reason: str = ""  # Slurm's word for why the job waits or has ended, such as "Priority"; "" for none.
+    # When Slurm expects a pending job to start, in seconds since the epoch; None if it does not say.
     expected_start: float | None = None
-    exit_code: int | None = None  # The batch script's; None if it is not known.
+    exit_code: int | None = None  # Exit code of the batch script's srun; None if it is not known.
 
     @property
     def over(self) -> bool:
-        """Whether the job has ended or is lost; its phase then changes no more."""
+        """Whether the job has ended or is lost. The phase of such a job does not change any more."""
         return self.phase in (JobPhase.ENDED, JobPhase.LOST)
 
 
@@ -64,21 +70,21 @@ class JobStatus:
 class JobWatch:
     """All observations of a job so far; `seen`, `started` and `exited` return a copy with one more observation.
 
-    All times are in seconds of the epoch, by the cluster's clock.
+    All times are in seconds since the epoch, by the cluster's clock.
     """
 
     submitted: float  # When sbatch returned.
     requeue: bool = False  # Whether Slurm may requeue the job.
-    final: JobStatus | None = None
+    final: JobStatus | None = None  # The status of a job that is over; None before.
     newest: float = -math.inf  # When the newest snapshot began.
-    # What Slurm said last of the job, in the snapshot that began at `reported_at`.
+    # The status of the job in the last snapshot that shows the job; this snapshot began at `reported_at`.
     reported: JobStatus = JobStatus(JobPhase.UNKNOWN)
     reported_at: float = -math.inf
-    # Since when the job is out of the queue without a break, in `absent_snapshots` snapshots.
+    # When the first of the latest `absent_snapshots` snapshots began, which do not show the job; None if the newest one shows it.
     absent_since: float | None = None
     absent_snapshots: int = 0
-    started_at: float | None = None
-    exit_code: int | None = None
+    started_at: float | None = None  # When the run record began; None before.
+    exit_code: int | None = None  # Exit code of the batch script's srun; None if it is not known.
 
     @property
     def view(self) -> JobStatus:
@@ -92,11 +98,11 @@ class JobWatch:
         return self.reported
 
     def seen(self, at: float, row: QueueRow | None) -> JobWatch:
-        """Returns a copy that takes a snapshot of the queue into account; `self` if the job is over already.
+        """Returns a copy that takes a snapshot of the queue into account.
 
-        `at` is the time when the snapshot began, and `row` the job's row in the snapshot; None if the job is not in the snapshot.
-        Returns `self` for a snapshot that is not newer than the last snapshot. Returns `self` also for a snapshot from before the
-        submission, which may show another job with the same id.
+        `at` is the time when the snapshot began. `row` is the job's row in the snapshot; None if the snapshot does not show the
+        job. The result is `self` in three cases: the job is over already; the snapshot is not newer than the last one; or the
+        snapshot is older than the submission, so that it may show another job with the same id.
         """
         if self.final or at < self.submitted or at <= self.newest:
             return self
@@ -119,10 +125,10 @@ class JobWatch:
         return self if self.final else replace(self, started_at=min(at, self.started_at or math.inf))
 
     def exited(self, exit_code: int) -> JobWatch:
-        """Returns a copy that takes into account the exit code of `srun`, which the batch script has written.
+        """Returns a copy that takes into account the exit code of `srun`, which the batch script has written to a file.
 
-        With an exit code, the job counts as ended, unless Slurm may requeue the job. The exit code may arrive after Slurm has
-        reported the job's end.
+        In the copy, the job has ended, unless Slurm may requeue the job. If the job was over before, the copy only gets the exit
+        code.
         """
         watch = replace(self, exit_code=exit_code)
         if self.final:

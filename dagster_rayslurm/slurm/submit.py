@@ -47,15 +47,16 @@ class SubmissionRefused(StartError):
 
 
 class ClaimTaken(Exception):
-    """Raised when another process submits the session's job, or has declared this process's attempt to submit the job abandoned.
+    """Raised when this process must not submit a job that several processes may submit, such as the job of a session.
 
-    No job of this process remains submitted.
+    Either another process submits the job, or another process has declared the attempt of this process abandoned, because it took
+    too long. If this process had submitted the job already, the job was cancelled.
     """
 
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """A job in the queue: Slurm's id, and the time of submission by the cluster's clock, in seconds of the epoch."""
+    """A job that was submitted: Slurm's id, and the time of submission by the cluster's clock, in seconds since the epoch."""
 
     job_id: str
     at: float
@@ -64,18 +65,19 @@ class SubmittedJob:
 class NextStep(Enum):
     """The next action after an attempt to submit a job; `next_step` chooses the action."""
 
-    DONE = "the job is submitted"
-    STOP = "another process submits the session's job"
-    REFUSE = "there is certainly no job"
-    FIND = "look for the job, and give up without one"
-    FIND_OR_REPEAT = "look for the job, and submit again without one"
+    DONE = "nothing: the job is submitted"
+    STOP = "stop: another process submits the session's job"
+    REFUSE = "raise the error: there is certainly no job"
+    FIND = "look for the job; if there is none, give up"
+    FIND_OR_REPEAT = "look for the job; if there is none, submit again"
 
 
 def next_step(answer: Completed | OSError, claim: bool, left: int) -> NextStep:
     """Returns the action after an attempt to submit a job. A pure function.
 
-    `answer` has the exit code and the output of `edge.slurm.submit`, or is the exception that ended the attempt. `claim` is True
-    if other processes may submit the same job. `left` is the number of attempts left.
+    `answer` is the result of the attempt: the exit code and the output of `edge.slurm.submit`, which runs sbatch, or the
+    exception that ended the attempt. `claim` is True if other processes may submit the same job. `left` is the number of attempts
+    that are left.
     """
     if not isinstance(answer, Completed):
         return NextStep.FIND_OR_REPEAT if isinstance(answer, ConnectionLost) and left else NextStep.FIND
@@ -107,9 +109,10 @@ def submit(
         run_dir: the absolute path of the run directory.
         files: the content of each file in the run directory; the file `job.sh` is the batch script.
         request: the options in the batch script, with a job name that no other job has.
-        clock: the clock that the time in sbatch's answer corrects.
+        clock: the clock of the edge node, as this process knows it; the function corrects it by the time in the answer.
         warn: called with a message if the answer to a submission was lost.
-        claim: whether other processes may try to submit the same job to the same run directory; only one process submits the job.
+        claim: whether other processes may try to submit the same job from the same run directory, as for a session; then only the
+            process that creates the directory submits the job.
         patience: the seconds for which a search for a job that may have been submitted goes on while the edge node is out of
             reach.
 
@@ -161,9 +164,10 @@ def submit(
 
 
 def _refusal(connection: Connection, answer: Completed | OSError, run_dir: str, request: JobRequest) -> SubmissionRefused:
-    """Returns the exception that explains a failed submission to the user.
+    """Returns the exception to raise for a failed submission, with a sentence for the user.
 
-    `answer` has the exit code and the output of `edge.slurm.submit`, or is the exception that ended the attempt.
+    `answer` has the exit code and the output of `edge.slurm.submit`, which runs sbatch, or is the exception that ended the
+    attempt. `run_dir` and `request` are the run directory and the request for the job, for the sentence.
     """
     place, temporary = connection.place, False
     base = re.split("/(?:runs|sessions)/", run_dir)[0]
@@ -207,7 +211,7 @@ def find_job(connection: Connection, job_name: str, patience: float = 0.0) -> st
 
 
 def _named(connection: Connection, job_name: str) -> str:
-    """Returns a line "ID|STATE|REASON" for each job with the name `job_name`; "" if there is no such job.
+    """Returns a text with a line "ID|STATE|REASON" for each job with the name `job_name`; "" if there is no such job.
 
     The jobs come from the queue or, if the queue has no such job, from the accounting.
     """
@@ -261,9 +265,10 @@ def wait_until_gone(connection: Connection, job: int | str, patience: float = 0.
 
 
 def _alive(queue: QueueSnapshot, job: str) -> tuple[list[QueueRow], list[str]]:
-    """Returns the rows in which a job is not over, and the arguments of a scancel that cancels the job.
+    """Returns the rows of `queue` in which a job is not over, and the arguments of a scancel that cancels the job.
 
-    `job` is an id or a label, as in `wait_until_gone`.
+    `job` is the id of a job or the label of elements of an array, as in `wait_until_gone`. If the job is over or not in the
+    queue, the list of rows is empty.
     """
     number, _, element = job.partition("_")
     array = queue.elements(int(number))
@@ -298,7 +303,10 @@ def cancel_named(connection: Connection, name: str, log: Any) -> bool:
 
 
 def end_named(connection: Connection, name: str) -> str:
-    """Does what `cancel_named` does without a log: returns "", or the reason why the job `name` may still be there."""
+    """Cancels the job with the name `name`, if there is one, and waits up to a minute until Slurm confirms the job's end.
+
+    Returns "" if Slurm has confirmed the end. Otherwise returns a sentence that says why the job may still be there.
+    """
     reason, began = "Slurm has not confirmed its end", time.monotonic()
     try:
         while time.monotonic() - began < _GONE_DEADLINE:

@@ -155,7 +155,10 @@ class Site:
 
 
 class Action(Enum):
-    """What a step does next while it looks for a session; `next_action` chooses it by the state of the newest generation."""
+    """What a step does next while it looks for a session; `next_action` chooses by the state of the session's newest generation.
+
+    Each allocation of a session is a generation.
+    """
 
     CREATE = "create the next generation"
     USE = "use the session, if it still accepts requests"
@@ -338,9 +341,11 @@ class SessionAcquisition:
         return ask_patiently(action, self.site.patience, True, self._log.warning)
 
     def _stop_waiting(self, number: int, job: Allocation) -> None:
-        """Record that this step no longer waits for generation `number`; if no other process waits for it, cancel `job` and wait.
+        """Record that this step no longer waits for the session to start, and cancel `job` if no other process waits, either.
 
-        `job` is the job or process of the generation. If `job` has ended, do nothing. If the registry cannot be reached, log an
+        `number` is the number of the session's generation (allocation), and `job` is the Slurm job or process of this generation.
+        After a cancellation, the function blocks until `job` has ended. If `job` is known to have ended already, the function
+        does nothing. If the files on the cluster that list the waiting processes are out of reach, the function only logs an
         error.
         """
         if job.status.over:

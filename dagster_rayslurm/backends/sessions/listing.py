@@ -70,9 +70,11 @@ def end_generations(connection: Connection, generations: Iterable[Generation]) -
 
 @dataclass(eq=False)
 class IdleSessions:
-    """Ends idle sessions of the same user and base directory whose nodes a waiting job could use.
+    """Asks idle sessions to end if a waiting Slurm job of the same user could use their nodes.
 
-    The object is a `MakeWay` function: a `SlurmJob` calls it again and again while the job waits.
+    A session is a Slurm job that keeps running between payloads. The sessions are those below the base directory `base` on the
+    cluster. The object is a `MakeWay` function: while a Slurm job waits, its `SlurmJob` object calls this function again and
+    again.
     """
 
     connection: Connection
@@ -83,10 +85,12 @@ class IdleSessions:
     _silent: set[int | None] = field(default_factory=set, init=False)  # Job ids of sessions that have not answered; asked last.
 
     def __call__(self, snapshot: QueueSnapshot, waiting: Sequence[QueueRow]) -> None:
-        """Look at most every few seconds for an idle session on nodes that the job could use, and ask one such session to end.
+        """Ask one idle session to end if a waiting Slurm job could use the session's nodes.
 
-        `snapshot` is Slurm's queue, and `waiting` are the rows of the waiting job in it. If a session cannot be reached, the next
-        one is asked. Raises OSError if the cluster is out of reach.
+        `snapshot` shows the user's jobs in Slurm's queue, and `waiting` are the rows of the waiting job in `snapshot`. The job
+        could use the nodes if it waits for nodes in the session's partition. The function searches only every few seconds,
+        and after a session has agreed to end, only when this session had time to end; any other call does nothing. If a session
+        cannot be reached, the next one is asked. Raises OSError if the cluster is out of reach.
         """
         now = time.monotonic()
         wanted = {name for row in waiting if row.reason in _WAITS_FOR_NODES for name in row.partition.split(",")}

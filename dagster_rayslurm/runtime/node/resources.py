@@ -291,10 +291,11 @@ _FIRST_MISSING_DEVICE = 1000  # The first of the GPU indices that stand for miss
 
 
 class Share(NamedTuple):
-    """The part of this machine's CPUs, GPUs and memory that one simulated node gets."""
+    """The part of this machine that one simulated node gets: what Ray on this node counts, and the GPUs that it may use."""
 
-    machine: NodeResources  # With simulated CPUs and GPUs.
-    environ: Variables  # For Ray on this node.
+    # The CPUs, GPUs and memory that Ray counts on the simulated node. Ray may count CPUs and GPUs that this machine lacks.
+    machine: NodeResources
+    environ: Variables  # Environment variables for Ray on the simulated node, which limit the GPUs that Ray sees.
     remark: str  # A sentence for the Dagster log about what is simulated; "" if nothing is.
 
 

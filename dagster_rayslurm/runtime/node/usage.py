@@ -358,16 +358,18 @@ class UsageMeter:
 
 @dataclass(eq=False)
 class UsageSampler:
-    """Takes samples of a payload's processes at intervals from its creation on, until `stop` or `cancel`.
+    """Takes samples of a payload's processes at intervals, from the creation of this object until `stop` or `cancel` is called.
 
     The attribute `meter` (`UsageMeter`) computes the usage from the samples.
     """
 
     loop: Loop
     gpus: GpuMonitor
-    ray_temp_dir: Optional[str] = None  # Ray's temporary directory, whose spilled objects are counted.
-    excluded: Callable[[], Iterable[int]] = lambda: ()  # Processes that, with all below them, belong to other payloads.
-    # Processes that count, with all below them; None counts everything below this process, and the GPUs as well.
+    ray_temp_dir: Optional[str] = None  # Ray's temporary directory, whose spilled objects are counted; None to count none.
+    # Returns the ids of processes that do not count, because they and all processes below them belong to other payloads.
+    excluded: Callable[[], Iterable[int]] = lambda: ()
+    # Returns the ids of processes; all processes below them count, but not these processes themselves, and no GPUs. If `roots` is
+    # None, all processes below this process count, and the GPUs of this node.
     roots: Optional[Callable[[], Iterable[int]]] = None
     jobs: Optional[RayJobs] = None  # Attributes the processes of a shared Ray cluster; None if the cluster is the payload's own.
     sampled: Callable[[], None] = lambda: None  # Called after each sample.
@@ -428,9 +430,10 @@ class UsageSampler:
             self.meter.add_gpus(gpus)
 
     def _candidates(self, table: Dict[int, Process]) -> List[Process]:
-        """The processes of `table` below the processes `self.roots`, or below this process if `self.roots` is None.
+        """Returns the processes in `table` that are below the processes that `self.roots` returns, without these themselves.
 
-        The processes `self.excluded` and all processes below them are left out.
+        If `self.roots` is None, the result has the processes below this process. The processes that `self.excluded` returns, and
+        all processes below them, are left out.
         """
         others = list(self.excluded())
         excluded = {*others, *(process.pid for root in others for process in descendants(root, table))}

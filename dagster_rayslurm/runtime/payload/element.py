@@ -24,8 +24,8 @@ _KEYS = "partition_keys"  # File in the element's run directory with the keys of
 class Element:
     """One element of a job array, which runs one chunk of the partitions of a Dagster step."""
 
-    array_dir: str
-    number: int
+    array_dir: str  # Path of the directory of the whole array.
+    number: int  # The element's index in the array, from 0 on, which is Slurm's SLURM_ARRAY_TASK_ID.
     chunk: Chunk
     context: Dict[str, Any]  # The Pipes context that all chunks share.
 

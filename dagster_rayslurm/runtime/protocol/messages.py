@@ -128,8 +128,8 @@ class Refusal(TextEnum):
     WITHDRAWN = "withdrawn"  # A request to withdraw this payload came before.
     REFUSED = "refused"  # The request or the payload is invalid, or the runtime failed to handle it.
     UNKNOWN = "unknown request"  # The runtime does not know the operation.
-    BUSY = "busy"  # The session is not idle.
-    KEPT = "kept"  # The session is configured not to yield.
+    BUSY = "busy"  # Answer to YIELD, which asks a session to end for another job: it has a payload, or had one a moment ago.
+    KEPT = "kept"  # Answer to YIELD: the session's configuration forbids it to end for another job (`yield_when_idle=False`).
     GONE = "gone"  # The runtime has ended; the client gives this answer itself.
 
 

@@ -323,9 +323,11 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line
 
 
 def main() -> int:
-    """Serve one client over standard input and output until the client's stream ends; returns the exit code 0.
+    """Run the relay: carry the connections of one client to ports of this node until the client's stream ends; returns 0.
 
-    If standard input and output are the same socket, the data travels as bytes, otherwise as lines of base64 (`Lines`).
+    The client's stream arrives on standard input, and answers go to standard output. Each connection that the client asks for
+    leads to a port of 127.0.0.1 on this node. If standard input and output are the same socket, the stream consists of bytes;
+    otherwise the answers are lines of base64 (`Lines`). The result is the exit code of the process.
     """
     asyncio.run(_relay())
     return 0
