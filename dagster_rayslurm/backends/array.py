@@ -28,7 +28,7 @@ from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import CANCEL, CONTEXT, PAYLOAD, RUNTIME, SECRETS, LineReader, Record, tail_lines
 from ..runtime.protocol.spec import to_json
 from ..slurm.accounting import JobFacts, fetch_element_facts, relevant_lines
-from ..slurm.arrays import Room, array_option, count_jobs, parse_largest, parse_submit_limit, ranges, rows_by_element, waits
+from ..slurm.arrays import Room, array_option, ask_room, count_jobs, ranges, rows_by_element, waits
 from ..slurm.request import JobRequest, is_job_of, job_comment, job_name
 from ..slurm.shared_queue import QueueRow, QueueSnapshot, ask_patiently, fetch_queue, run_slurm, shared_queue
 from ..slurm.states import TERMINAL, JobPhase, JobWatch
@@ -47,7 +47,6 @@ _MOST_NAMED = 50  # Most elements that one query of Slurm's accounting names; fo
 _UNSEEN_TIMEOUT = 15.0  # Seconds in which the record of an element that ended without a visible one may still become visible.
 _FULL_PAUSE, _MOST_PAUSE = 5.0, 60.0  # Seconds between two submissions while Slurm accepts none: the first and the longest.
 _TOUCH_INTERVAL = 3600.0  # Seconds between two touches of the run directory, which keep it from being swept.
-_LIMITS = 'exec sacctmgr --noheader --parsable2 show associations user="$(id -un)" format=account,partition,maxsubmit'
 
 
 class Superseded(Exception):
@@ -289,7 +288,7 @@ class Arrays:
             raise ConnectionFailed(problem, temporary=True)
         self._doubtful = None
         if self.room is None:
-            self.room = self._ask_room()
+            self.room = ask_room(self.connection, self.prepared.request.queue)
         now = self.queue.clock.now()
         jobs = self.open
         if self.room.limit is not None and (snapshot := self.queue.latest(now)) is not None:
@@ -335,13 +334,6 @@ class Arrays:
         if size == 1 and not self._told_full:
             self._told_full = True
             self.step.log.warning(f"[rayslurm] the next job array waits until others of your jobs have ended: {refusal}")
-
-    def _ask_room(self) -> Room:
-        config = run_slurm(self.connection, ["scontrol", "show", "config"], timeout=60).stdout.decode("utf-8", "replace")
-        # Without accounting, Slurm has no limit on a user's submitted jobs, or shows none.
-        limits = run_slurm(self.connection, ["sh", "-c", _LIMITS], timeout=60).stdout.decode("utf-8", "replace")
-        queue = self.prepared.request.queue
-        return Room(parse_largest(config), parse_submit_limit(limits, queue.account, queue.partition))
 
     def _request(self, number: int, size: int) -> JobRequest:
         step, nonce = self.step, self.prepared.plan.payload.nonce

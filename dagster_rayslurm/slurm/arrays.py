@@ -2,7 +2,7 @@
 
 Slurm calls an element an array task. squeue and sacct list the waiting elements of an array in one row, "12_[4,6-11%2]", and
 each other element in a row of its own, "12_3". If the only waiting element is cancelled, this element disappears from both lists
-(tried on 22.05). The functions have no side effects.
+(tried on 22.05). All functions but `ask_room` have no side effects.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from .shared_queue import QueueRow, parse_count
+from ..ssh.base import Connection
+from .config import SlurmQueueConfig
+from .shared_queue import QueueRow, parse_count, run_slurm
 from .states import TERMINAL
 
 _LABEL = re.compile(r"(?P<array>[0-9]+)_(?:(?P<one>[0-9]+)|\[(?P<many>[0-9,-]+)(?:%[0-9]+)?\])")
 _DEFAULT_SIZE = 1001  # MaxArraySize unless slurm.conf sets it.
+_LIMITS = 'exec sacctmgr --noheader --parsable2 show associations user="$(id -un)" format=account,partition,maxsubmit'
 
 
 def elements_of(label: str) -> tuple[int, list[int]] | None:
@@ -150,3 +153,14 @@ def array_option(size: int, max_concurrent: int | None) -> str:
     At most `max_concurrent` elements run at once; None for no limit.
     """
     return f"0-{size - 1}" + (f"%{max_concurrent}" if max_concurrent is not None else "")
+
+
+def ask_room(connection: Connection, queue: SlurmQueueConfig) -> Room:
+    """Queries Slurm for the limits on arrays and on this user's jobs, and returns the room for a first array with this `queue`.
+
+    Raises OSError if the cluster is out of reach.
+    """
+    config = run_slurm(connection, ["scontrol", "show", "config"], timeout=60).stdout.decode("utf-8", "replace")
+    # Without accounting, Slurm has no limit on a user's submitted jobs, or shows none.
+    limits = run_slurm(connection, ["sh", "-c", _LIMITS], timeout=60).stdout.decode("utf-8", "replace")
+    return Room(parse_largest(config), parse_submit_limit(limits, queue.account, queue.partition))
