@@ -40,8 +40,8 @@ def build_completion_sensor(
 
     - If both are None, the sensor stores events. For a success, it stores an `AssetMaterialization` of the run's asset and of
       each further asset that the payload reported, with the reported metadata and data version, and an `AssetCheckEvaluation` for
-      each reported asset check. For a failure, it stores an `AssetObservation` of the run's asset with a sentence about the failure.
-      Output files are not copied.
+      each reported asset check. For a failure, it stores an `AssetObservation` of the run's asset with a sentence about the
+      failure. Output files are not copied.
     - If one of them is given, the sensor requests a Dagster run, for a success and a failure alike. The `RunHandle` of the
       submitted run is in a tag of the Dagster run, where `reattach` finds the handle. Write the asset so that it returns
       `compute.reattach(context=context).get_materialize_result()`; this call also copies output files.
