@@ -148,9 +148,10 @@ def _request(handle: RunHandle) -> dg.RunRequest:
 
 
 def _events(each: EndedRun) -> list[Event]:
-    """Returns the events of a submitted run that has ended: of a failure one observation, of a success all that it reported.
+    """Returns the Dagster events of a submitted run that has ended.
 
-    A success has one materialization of the handle's asset and of each further asset that the payload reported, and its checks.
+    A failed run gives one observation. A successful run gives a materialization of the handle's asset and of each further asset
+    that the payload reported, and an evaluation of each asset check that the payload reported.
     Checks have no partition, because the sensor does not know whether the check is partitioned.
     """
     key, partition = dg.AssetKey.from_user_string(each.handle.asset_key or ""), each.handle.partition_key

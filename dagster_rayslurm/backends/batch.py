@@ -128,14 +128,15 @@ class ClusterBackend:
 
 @dataclass(frozen=True)
 class JobBackend(ClusterBackend):
-    """Base class of the backends that submit a Slurm job for each step."""
+    """Base class of the backends that submit a Slurm job for each Dagster step."""
 
     queue: SlurmQueueConfig
     environment: Environment
     queue_timeout: float | None  # Seconds after which a job that still waits in the queue fails; None waits for ever.
     patience: float  # Seconds for which the cluster may be out of reach while it is unknown whether there is a job.
     components: tuple[Component, ...] = ()  # The components of a heterogeneous job, in order.
-    # Function that returns the `MakeWay` for a waiting job, from connection, base directory and log; None ends no idle sessions.
+    # Takes the connection, the base directory and the log, and returns the `MakeWay`, which ends idle sessions so that a waiting
+    # job can start. If None, no idle session is ended.
     make_way: Callable[[Connection, str, Any], MakeWay] | None = None
     cadence: Cadence = _CADENCE
     detect_platform: bool = True  # Whether environments are made for the compute nodes' platform, or for the edge node's.

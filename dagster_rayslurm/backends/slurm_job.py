@@ -176,7 +176,7 @@ class SlurmJob:
     # ---- Waiting
 
     def report_waiting(self) -> None:
-        """If the job waits, log why, each time the reason changes, and ask idle sessions to end if it could use their nodes."""
+        """If the job waits, log the reason each time it changes, and ask idle sessions whose nodes the job could use to end."""
         status = self.status
         if status.phase != JobPhase.PENDING:
             return

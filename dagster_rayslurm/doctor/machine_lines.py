@@ -72,19 +72,19 @@ def _shell(shell: Mapping[str, Any]) -> Iterator[Line]:
         yield ok(name, f"{shell['path']}, prints nothing, {1000 * shell['seconds']:.0f} ms")
 
 
-def _clock(name: str, machine: str, other: str, skew: float, margin: float) -> Line:
-    """Returns a line, called `name`, that says whether the clocks of `machine` and `other` agree; both are names of machines.
+def _clock(name: str, one: str, other: str, skew: float, margin: float) -> Line:
+    """Returns a line, called `name`, that says whether the clocks of two machines agree; `one` and `other` are their names.
 
-    The clock of `machine` is `skew` seconds ahead, with an error of at most `margin` seconds.
+    The clock of `one` is `skew` seconds ahead of the clock of `other`, with an error of at most `margin` seconds.
     """
     certain = max(0.0, abs(skew) - margin)
-    ahead = f"{machine} is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} {other}"
+    ahead = f"{one} is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} {other}"
     remedy = "set the clock that is wrong (chronyc tracking, timedatectl); of the cluster's, tell the site"
     if certain > _MAX_SKEW:
         return failure(name, f"{ahead}; Slurm refuses messages whose time differs by 5 minutes", remedy)
     if certain > _SKEW:
         return warning(name, ahead, remedy)
-    return ok(name, f"{machine} and {other} differ by less than {certain + 1:.0f} s")
+    return ok(name, f"{one} and {other} differ by less than {certain + 1:.0f} s")
 
 
 def _base(machine: Mapping[str, Any], where: str, skew: float) -> Iterator[Line]:

@@ -172,9 +172,9 @@ class _Modules:
 def serve(texts: "dict[str, str]", stdin: "Any") -> None:
     """Answer the client's messages on the binary file `stdin`; at the end of `stdin`, kill all commands and end this process.
 
-    A message contains the name of a function of this package, and the function's arguments. `serve` calls the function in a new
-    thread, and writes the result or the error to standard output. Some functions, such as `processes.run`, start a command.
-    Another message with the same `id` can cancel this command.
+    A message contains an `id` that the client chooses, the name of a function of this package, and the function's arguments.
+    `serve` calls the function in a new thread, and writes the result or the error to standard output. Some functions, such as
+    `processes.run`, start a command; a later message with the same `id` that asks to cancel kills this command.
 
     `texts` are the source texts of the other modules of this package, by full module name. `serve` imports the modules from these
     texts, because the edge node has no files of this package. The program that the client sends (see `program`) calls `serve`.

@@ -158,7 +158,7 @@ def _platform(place: str, found: dict[str, Any], here: Platform | None = None, o
 
 
 def cpu_level(machine: str, flags: Sequence[str]) -> str:
-    """Return the level of a CPU, such as "x86-64-v3"; `machine`, the architecture, if the architecture has no levels.
+    """Return the level of a CPU, such as "x86-64-v3". If the architecture `machine` has no levels, return `machine`.
 
     `flags` are the CPU's flags in /proc/cpuinfo.
     """

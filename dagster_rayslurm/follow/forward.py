@@ -286,7 +286,10 @@ class OutputWriter:
     failed: bool = False
 
     def write(self, stream: str, text: str) -> None:
-        """Write new output of the payload; `stream` is "stdout" or "stderr". With a prefix, an unfinished line waits."""
+        """Write new output of the payload; `stream` is "stdout" or "stderr".
+
+        If the writer puts a prefix before each line, it keeps an unfinished line until a later call brings the rest.
+        """
         if not self.prefix:
             return self._print(stream, text)
         text = self.partial.pop(stream, "") + text

@@ -174,7 +174,7 @@ def session_key(config: SessionConfig, run_id: str, what: Mapping[str, Any], cre
 
 
 def run_suffix(run_id: str) -> str:
-    """Returns the text with which the directory names of all sessions for the Dagster run `run_id` alone end."""
+    """Returns the suffix of the directory names of those sessions that serve only the Dagster run `run_id`."""
     return f"-{_digest(run_id)}"
 
 

@@ -210,7 +210,7 @@ def lines_of(chunk: Iterable[str]) -> str:
 
 
 def variables_of(chunk: Chunk, path: str) -> Dict[str, str]:
-    """Returns the environment variables with the keys of a payload's chunk; `path` is the path of the file with the keys."""
+    """Returns the environment variables that tell a chunk's process its keys; `path` is the path of the file that lists them."""
     single = {"RAYSLURM_PARTITION_KEY": next(iter(chunk))} if len(chunk) == 1 else {}
     return {**single, "RAYSLURM_PARTITION_KEYS": path}
 

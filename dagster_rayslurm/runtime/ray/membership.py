@@ -159,7 +159,7 @@ class Membership:
         return self._give_up(event["node"], ClusterError(EndReason.CLUSTER_START, why))
 
     def _give_up(self, node_id: int, error: ClusterError) -> Step:
-        """Returns the next state and the actions after the failure `error` of a worker node, which is not waited for any more.
+        """Stops waiting for a worker node that failed with `error`; returns the next state and the actions.
 
         If too few nodes are left for the Ray cluster to become ready, it fails with `error`; otherwise it goes on without the
         node. If the node was given up before, nothing changes, because a node may report the same failure again.
