@@ -61,7 +61,7 @@ class Layered(Generic[C]):
     origins: Mapping[str, str]
 
     def over(self, place: str, fields: C | None) -> Layered[C]:
-        """Returns a new `Layered`, in which the fields that are set in `fields` override those of `own`, the value of this object.
+        """Returns a new `Layered`, in which the fields that are set in `fields` override those of `own`, its value so far.
 
         `place` is the name of the place that `fields` comes from. If `fields` has another class than `own` (another kind of
         launcher or environment), `fields` replaces `own` completely. If `fields` is None, the result is this object.

@@ -446,9 +446,9 @@ class PayloadRun:
         """Generator that asks the payloads to end because of `interrupt`, and waits for their ends.
 
         It yields the payloads that still run, as all `Steps` do: the caller follows them to their end or to the deadline, and
-        continues the generator, which then returns without an exception. The payloads have a grace period to end by themselves. When `interrupted_again` returns True, after a second interrupt,
-        the grace period is over. Payloads that do not end in time are killed. Raises `interrupt` only if a later attempt has taken
-        the payloads over.
+        continues the generator, which then returns without an exception. The payloads have a grace period to end by themselves.
+        When `interrupted_again` returns True, after a second interrupt, the grace period is over. Payloads that do not end in
+        time are killed. Raises `interrupt` only if a later attempt has taken the payloads over.
         """
         payloads, log = list(self.payloads.values()), self.log
         for each in payloads:

@@ -1,7 +1,8 @@
 """Receives requests from Dagster processes: from the file `cancel.json` of a payload, and for sessions over TCP.
 
 A request to run a payload has an id. So a client whose answer was lost may repeat the request, to this session or a later
-session, and the payload still runs only once. A session writes the address and the key of its TCP server into a file, its announcement.
+session, and the payload still runs only once. A session writes the address and the key of its TCP
+server into a file, its announcement.
 """
 
 from __future__ import annotations
