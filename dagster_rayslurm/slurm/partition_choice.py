@@ -155,7 +155,7 @@ def _is_free(node: Node, queue: SlurmQueueConfig) -> bool:
     A node that runs other jobs counts as free only for jobs without GPUs. For such a node, sinfo shows the idle CPUs but no idle
     GPUs.
     """
-    shared = node.state.startswith("mix") and not queue.exclusive and not _gpus(queue)
+    shared = node.state == "mix" and not queue.exclusive and not _gpus(queue)
     return node.idle or (shared and node.idle_cpus >= (queue.cpus_per_node or 1))
 
 

@@ -93,6 +93,12 @@ def test_a_node_that_is_held_for_something_else_is_not_free(state: str) -> None:
     assert name == "long"
 
 
+@pytest.mark.parametrize("state", ["mix@", "mix^", "mix$", "mix-"])
+def test_a_node_that_runs_jobs_and_soon_takes_none_is_not_free(state: str) -> None:
+    change = ("w1|idle|0/16/0/16", f"w1|{state}|4/12/0/16")
+    assert choose(auto(cpus_per_node=8), partitions(change)).request.queue.partition == "long"
+
+
 @pytest.mark.parametrize("state", ["idle~", "idle#"])
 def test_a_node_that_is_started_on_demand_is_free(state: str) -> None:
     assert choose(auto(cpus_per_node=8), partitions(("w1|idle", f"w1|{state}"))).request.queue.partition == "work"
