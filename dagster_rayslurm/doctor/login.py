@@ -90,5 +90,5 @@ def _forwarding(connection: Connection) -> Line:
         answer = stream.recv(len(machine.GREETING))
     if answer == machine.GREETING:
         return ok("forwarding", "connections through SSH work")
-    what = "the SSH server forwards no connections, so that `rayslurm dashboard` reaches the cluster only by srun, in a second or two"
+    what = "the SSH server forwards no connections, so that `rayslurm dashboard` reaches the cluster by srun, a second later"
     return warning("forwarding", what, "nothing must be done; to make it faster, ask the site for AllowTcpForwarding")
