@@ -24,6 +24,7 @@ from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import JOURNAL, LineReader, Record
 from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
+from .layout import nonce_of
 
 FIRST_OWNER = "owner.first"  # Name of the owner file (the file that names the owner) of the attempt that started the payload.
 
@@ -234,6 +235,14 @@ def reattachable_job(
         )
         return None
     return job_id
+
+
+def has_ended(connection: Connection, run_dir: str) -> bool:
+    """Returns whether the record in a run directory has the end of the payload; True if the run directory does not exist.
+
+    Raises OSError if the cluster is out of reach.
+    """
+    return _start_and_end(connection, run_dir, nonce_of(run_dir))[1] is not None or connection.modified(run_dir) is None
 
 
 def _start_and_end(connection: Connection, run_dir: str, nonce: str) -> tuple[Record | None, Record | None]:

@@ -13,8 +13,9 @@ from dagster_rayslurm.backends.ownership import REQUEST_FILE
 from dagster_rayslurm.backends.sessions import backend as session_backend
 from dagster_rayslurm.backends.sessions.backend import SessionBackend
 from dagster_rayslurm.environments import PreDeployedEnvironment
+from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.plan import Plan, make_plan
-from dagster_rayslurm.runtime.protocol.record import JOURNAL, PAYLOAD, encode
+from dagster_rayslurm.runtime.protocol.record import CANCEL, JOURNAL, PAYLOAD, encode
 from dagster_rayslurm.runtime.protocol.spec import to_json
 
 from .lines import Log
@@ -62,3 +63,29 @@ def test_a_retry_with_other_requirements_does_not_reattach(
 
     now, plan = asking(tmp_path, **other)
     assert now.can_reattach(plan, str(run_dir), step) is expected
+
+
+def test_a_payload_of_an_earlier_attempt_has_ended_before_the_next_one_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, _ = asking(tmp_path)
+    run_dir = tmp_path / "runs" / "r-s-n"
+    run_dir.mkdir(parents=True)
+    (run_dir / JOURNAL).write_bytes(encode({"type": "start", "cluster_id": CLUSTER}))
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:  # The session has read the request.
+            assert b"cancel" in (run_dir / CANCEL).read_bytes()
+            with (run_dir / JOURNAL).open("ab") as file:
+                file.write(encode({"type": "end", "nonce": "n"}))
+
+    monkeypatch.setattr(session_backend.time, "sleep", pause)
+    backend.end_abandoned(str(run_dir), 600.0)
+    assert len(pauses) == 2
+    (run_dir / JOURNAL).write_bytes(encode({"type": "start", "cluster_id": CLUSTER}))
+    monkeypatch.setattr(session_backend, "_CANCEL_MARGIN", 0.0)
+    with pytest.raises(StartError, match=r"was told to end, and its record in .* shows no end") as caught:
+        backend.end_abandoned(str(run_dir), 0.0)
+    assert caught.value.retry

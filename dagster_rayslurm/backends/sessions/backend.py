@@ -41,7 +41,7 @@ from ...ssh.pool import connection_to
 from .. import batch
 from ..base import Register, RunningPayload, Step, deferred_interrupts, run_files, write_cancel_request
 from ..layout import absolute, remote_base_errors
-from ..ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
+from ..ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, has_ended, reattachable_job
 from ..payload_files import PayloadFiles, deliver, pack
 from ..slurm_job import SlurmJob
 from .acquire import Allocation, SessionAcquisition, Site
@@ -53,6 +53,8 @@ from .request import RunRequest, send_request
 
 # Pauses between two reads of a payload's record; the first are short, as a payload in a warm session may be over in no time.
 _CADENCE = Cadence(busy=0.05, idle=3.0, waiting=1.0)
+_POLL_INTERVAL = 0.5  # Seconds between two reads of the record of an earlier attempt's payload that was told to end.
+_CANCEL_MARGIN = 15.0  # Seconds beyond the grace period for which the end of such a payload is waited for.
 
 
 def start_in_session(site: Site, choice: Choice) -> RunningPayload:
@@ -195,8 +197,14 @@ class SessionBackend(batch.ClusterBackend):
 
         return reattachable_job(self.connection, run_dir, plan.payload.nonce, request, job_of, step.log) is not None
 
-    def end_abandoned(self, run_dir: str, _: float) -> None:
+    def end_abandoned(self, run_dir: str, grace_period: float) -> None:
         write_cancel_request(self.connection, run_dir, now=False)
+        deadline = time.monotonic() + grace_period + _CANCEL_MARGIN
+        while not has_ended(self.connection, run_dir):  # Otherwise it would run beside the payload of this attempt.
+            if time.monotonic() > deadline:
+                sentence = f"the payload of an earlier attempt was told to end, and its record in {run_dir} shows no end"
+                raise StartError(FailureKind.RUNTIME, sentence, retry=True)
+            time.sleep(_POLL_INTERVAL)
 
     def exclusion_for_plan(self, plan: Plan) -> Exclusion:
         required = self.default if self.misfit(plan) is None else self.own(plan)
