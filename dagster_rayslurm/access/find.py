@@ -38,7 +38,7 @@ class Found:
 
     entry: Entry
     path: str  # The file that says how to reach the cluster.
-    access: ClusterAccess
+    access: ClusterAccess  # What this file says: for instance hosts, port and token.
     session: Generation | None = None  # The session that owns the cluster; None for the cluster of a run.
 
     @property
@@ -104,9 +104,9 @@ def cluster_name(entry: Entry, path: str) -> str:
 def look_again(found: Found) -> Callable[[bool], ClusterAccess]:
     """Returns a function that reads again how to reach the cluster `found`, from the file `found.path`.
 
-    The function returns the content of the file, and raises ClusterEnded if the cluster has ended. The function has one argument:
-    True if the head node does not answer. The function then also checks that the Slurm job of the cluster still runs or, without
-    a Slurm job, that the process of the cluster still runs.
+    The function returns what the file says, and raises ClusterEnded if the file shows that the cluster has ended. The argument of
+    the function is True if the head node does not answer. In this case the function also raises ClusterEnded if the Slurm job of
+    the cluster is over or, without a Slurm job, if the process of the cluster is gone.
     """
     connection = found.connection
 

@@ -42,12 +42,13 @@ class ClusterEnded(Exception):
 
 
 def open_relay(connection: Connection, access: ClusterAccess) -> tuple[socket.socket, bool]:
-    """Opens a stream to a new relay, a process on the head node of a job that connects the stream to ports of the node.
+    """Starts a relay on the head node of a cluster, and opens a stream to the relay.
 
-    `access` says how to reach the head node. The function tries TCP and `srun` in parallel, and takes the first stream. Returns
-    the stream, and True if the relay runs under srun, False for TCP. Under srun, the data on the stream are encoded as lines (see
-    `relay.read_lines`). Raises ConnectionFailed if the edge node cannot be reached, and another OSError if only the head node
-    cannot be reached.
+    The relay is a process that connects the stream to ports of the head node. `access` says how to reach the head node. The
+    function tries TCP and `srun` in parallel, and takes the first stream. Returns the stream, and True if the relay runs under
+    srun, False for TCP. Under srun, the data on the stream are encoded as lines (see `relay.read_lines`).
+
+    Raises ConnectionFailed if the edge node cannot be reached. Raises OSError if only the head node cannot be reached.
     """
     connection.home()  # A login that fails says why.
     answers: queue.Queue[tuple[socket.socket, bool] | OSError] = queue.Queue()
@@ -206,9 +207,9 @@ class Head:
         the copying: when the server has closed the connection, or when a connection is reset. Returns True also if the client
         leaves while a GET or HEAD request waits for the answer.
 
-        Returns False, with nothing sent to the client, if `first` could not be sent, or if `first` is a GET or HEAD request
-        without a body to which the server gave no answer. The caller may then call `forward` with `first` again. Any other
-        request is sent only once: without an answer, the function raises Unanswered.
+        Returns False, with nothing sent to the client, in two cases: `first` could not be sent; or `first` is a GET or HEAD
+        request without a body, and the server gave no answer. The caller may then call `forward` with `first` again. Any other
+        request is sent only once: if the server gives no answer to it, the function raises Unanswered.
         """
         assert self._multiplexer is not None
         stream = await self._multiplexer.open(self._port)

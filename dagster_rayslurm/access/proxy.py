@@ -80,8 +80,8 @@ def rewritten(head: bytes, secret: str, token: str, port: int, strips: bool = Tr
     response, because the proxy reads one request per connection.
 
     Args:
-        head: The head of the client's request, with `secret` in the path or in a header.
-        secret: The secret that the client must know.
+        head: The head of the client's request.
+        secret: The secret that the client must send in the path or in a header. Other requests are refused.
         token: The token that the service expects in the new head; "" for a service without a token.
         port: The port of the service on the head node, for the new head.
         strips: True to remove the secret from the path; False for a service whose own paths begin with the secret.

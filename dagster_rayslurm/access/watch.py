@@ -41,25 +41,27 @@ class Gpu:
 class Node:
     """One node of a Ray cluster; amounts of memory are in bytes.
 
-    `resources` are the amounts that Ray may use on the node, and so are the totals of `memory` and of `store`, the object store.
+    `store` is Ray's object store. The totals of `memory` and `store`, and the amounts in `resources`, are what Ray may use on the
+    node. The machine may have more.
     """
 
     name: str
     address: str
     alive: bool
     head: bool
-    cpu: float  # Percent of the machine.
+    cpu: float  # CPU use in percent of the whole machine.
     memory: tuple[float, float]  # Used, and total.
     store: tuple[float, float]  # Used, and total.
     gpus: tuple[Gpu, ...]
-    resources: Mapping[str, float]  # Total, by Ray's name of the resource in camel case, as the dashboard writes it.
+    resources: Mapping[str, float]  # Total amounts. Keys are Ray's names in camel case, such as "objectStoreMemory".
 
 
 @dataclass(frozen=True)
 class Group:
     """One placement group that waits for its bundles; a bundle maps names of resources to the amounts that the group needs.
 
-    `infeasible` is Ray's own verdict, which respects the group's strategy and labels; the dashboard does not tell the strategy.
+    `infeasible` is True if Ray itself says that the nodes cannot hold the group. Ray considers the group's strategy and labels.
+    This package cannot compute the value, because the dashboard does not tell the strategy.
     """
 
     name: str
@@ -69,18 +71,19 @@ class Group:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The known state of a Ray cluster. Each field holds the latest answer of the dashboard to the query of this name.
+    """The known state of a Ray cluster.
 
-    The field `payloads` holds the answer of the session to which the cluster belongs, and stays empty without a session.
+    The fields named like the keys of `QUERIES` hold the dashboard's latest answers to these queries. The field `payloads` holds
+    the latest answer of the session to which the cluster belongs. This field stays empty without a session.
     """
 
     nodes: tuple[Node, ...] = ()
-    tasks: Counts = field(default_factory=dict)
-    actors: Counts = field(default_factory=dict)
+    tasks: Counts = field(default_factory=dict)  # Numbers of tasks, by name and state.
+    actors: Counts = field(default_factory=dict)  # Numbers of actors, by class and state.
     jobs: tuple[Mapping[str, Any], ...] = ()
     pending: tuple[tuple[str, Mapping[str, float]], ...] = ()  # Name and resources of each task that waits for a node.
     groups: tuple[Group, ...] = ()
-    unlisted: Mapping[str, int] = field(default_factory=dict)  # By query: number of rows that the answer lacks.
+    unlisted: Mapping[str, int] = field(default_factory=dict)  # By query: how many rows its answer lacks because of the limit.
     payloads: tuple[Mapping[str, Any], ...] = ()  # In the order of the session's queue.
 
     def with_answer(self, query: str, answer: Any) -> Snapshot:
@@ -146,7 +149,7 @@ class Snapshot:
 
 
 def state_counts(counts: Counts) -> Counter[str]:
-    """Returns the number of tasks or actors in each state."""
+    """Returns the number of tasks or actors in each state, summed over all names in `counts`."""
     total: Counter[str] = Counter()
     for each in counts.values():
         total.update(each)

@@ -1,8 +1,9 @@
-"""Runs each chunk of a step's partitions in an allocation of its own, as an element of a job array, in as few arrays as possible.
+"""Runs the partitions of a step in Slurm job arrays, in as few arrays as possible.
 
-The run directory of the step has a directory for each array, with the files from which all elements of the array start. Each
-element makes a run directory of the element's own in the directory of the array. One remote call reads the records of all
-elements that have ended. One `squeue`, which all steps share, shows the states of all other elements.
+A chunk is a group of partitions for which the payload runs once. Each chunk runs as one element of an array, and so in an
+allocation of its own. The run directory of the step has a directory for each array, with the files from which all elements
+of the array start. Each element makes a run directory of its own in the directory of the array. One remote call reads the records
+of all elements that have ended. One `squeue`, which all steps share, shows the states of all other elements.
 """
 
 from __future__ import annotations
@@ -57,23 +58,23 @@ class Superseded(Exception):
 class Ended:
     """One chunk whose job array element has ended, with the evidence, the messages and the output of its payload."""
 
-    keys: Sequence[str]
+    keys: Sequence[str]  # The partition keys of the chunk.
     array: int  # Number of the array in the run directory.
     label: str  # The element's job id as Slurm's users write it, such as "12_7".
     evidence: Evidence
     messages: list[str] = field(default_factory=list)  # Pipes messages, as the payload wrote them.
     output: list[Record] = field(default_factory=list)
-    phases: list[tuple[str, str]] = field(default_factory=list)  # Names and texts of phases.
-    waited: bool = False  # Whether Slurm cancelled it together with all other waiting elements of its array.
-    explain_by: float | None = None  # When to stop waiting for Slurm's accounting, by the monotonic clock.
+    phases: list[tuple[str, str]] = field(default_factory=list)  # Name and message of each phase in the record.
+    waited: bool = False  # Whether the element waited when Slurm cancelled all waiting elements of its array.
+    explain_by: float | None = None  # Until when to wait for Slurm's accounting, by the monotonic clock; None: no wait.
 
 
 @dataclass(eq=False)
 class _Element:
     """One element of a job array whose end `Arrays.poll` has not returned yet."""
 
-    keys: Sequence[str]
-    watch: JobWatch
+    keys: Sequence[str]  # The partition keys of the element's chunk.
+    watch: JobWatch  # The element's state in Slurm, from the snapshots of the queue so far.
     row: QueueRow | None = None  # The element's row in the last snapshot of the queue that had such a row.
     begun: bool = False  # Whether the element has left the queue's waiting states, or has begun its record.
     over_at: float | None = None  # Since when Slurm calls the element over, by the monotonic clock; None before.
@@ -84,10 +85,10 @@ class _Element:
 class Array:
     """One job array of a step, with the array's elements that have not ended."""
 
-    number: int
+    number: int  # Number of the array in the run directory.
     job: SlurmJob
     directory: str
-    open: dict[int, _Element]  # Elements that have not ended.
+    open: dict[int, _Element]  # The elements that have not ended, by their number in the array.
     begun: bool = False  # Whether one of its elements has started.
 
     @property
@@ -195,7 +196,7 @@ class _Prepared:
     runtime: bytes  # The content of `runtime.json`, with which the runtime of each element starts.
     script_for_all: bytes  # The batch script for the run directory of the step; not submitted.
     script: Any  # Function that returns the batch script for a request and the directory of an array.
-    fingerprint: bytes  # The content of `REQUEST_FILE`.
+    fingerprint: bytes  # The content of `REQUEST_FILE`: a hash of the settings, which a later attempt compares.
 
 
 @dataclass(eq=False)
@@ -214,13 +215,13 @@ class Arrays:
     _next_number: int = 1
     _doubtful: str | None = None  # Job name of the last array if it may have been submitted although its submission failed.
     _next_attempt: float = 0.0  # The earliest time of the next submission, by the monotonic clock.
-    _pause: float = _FULL_PAUSE
-    _told_full: bool = False
-    _full_since: float | None = None
-    _snapshot: QueueSnapshot | None = None
-    _asked_at: float = 0.0
+    _pause: float = _FULL_PAUSE  # Seconds to wait after Slurm refuses even an array of one element.
+    _told_full: bool = False  # Whether a warning about such a refusal was logged.
+    _full_since: float | None = None  # When Slurm first had no room, by the monotonic clock; None since the last submission.
+    _snapshot: QueueSnapshot | None = None  # The last snapshot of the queue that `poll` has used.
+    _asked_at: float = 0.0  # When Slurm's accounting was last asked, by the monotonic clock.
     _ready: list[Ended] = field(default_factory=list)  # Elements that the next `poll` without an error returns.
-    _touched_at: float = field(default_factory=time.monotonic)
+    _touched_at: float = field(default_factory=time.monotonic)  # When the run directory was last touched.
 
     def __post_init__(self) -> None:
         self.connection = self.backend.connection
@@ -513,11 +514,12 @@ class Arrays:
             data = self.connection.read(path, reader.next_read, _MOST_BYTES) if reader.next_read < whole else b""
 
     def _is_settled(self, element: _Element, started: bool, log: str) -> bool:
-        """Returns whether all that an element without an `end` has written can be read by now, so that the element can be judged.
+        """Returns whether an element whose record has no `end` line can be judged now.
 
-        The result is False until some seconds after Slurm first called the element over, because its files may become visible
-        late. The wait is longer if neither the record nor a line of the log explains the end. `started` says whether the
-        beginning of the record was read. `log` is the end of the element's logs.
+        The element can be judged once everything that it has written can be read. The element's files may become visible late,
+        so the result is False until some seconds after Slurm first called the element over. The wait is longer if neither the
+        record nor a line of the log explains the end. `started` says whether the beginning of the record was read. `log` is the
+        end of the element's logs.
         """
         if element.over_at is None:
             return False

@@ -101,8 +101,8 @@ class RunningPayload(Protocol):
     def release(self, evidence: Evidence) -> None:
         """Clean up when the step is done with the payload: end what must not go on, such as a Slurm job that has not started.
 
-        A session goes on, and so does a job that a later attempt at the step owns. `evidence` has all known facts about the
-        payload.
+        Does not end the session of the payload, or a job that a later attempt at the step owns. `evidence` has all known facts
+        about the payload.
         """
 
 
@@ -166,9 +166,11 @@ class CanReattach(Protocol):
         """
 
     def end_abandoned(self, run_dir: str, grace_period: float, /) -> None:
-        """End the payload of `run_dir`, which its owner, an earlier attempt, had begun to end or judge and then left behind.
+        """End the payload of `run_dir` if this attempt could not take the payload over from an earlier attempt.
 
-        The payload has `grace_period` seconds to end by itself. Raises StartError if Slurm does not confirm the end.
+        The earlier attempt had begun to end or judge the payload, and may have died before the end. The payload has
+        `grace_period` seconds to end by itself; job arrays have none. Raises StartError if Slurm does not confirm the end. For a
+        payload in a session, the function only asks for the end, and returns at once.
         """
 
 
@@ -192,7 +194,8 @@ class CanExclude(Protocol):
 def run_files(plan: Plan, context: PipesContextData) -> dict[str, bytes]:
     """Returns the files that a run directory has before the payload's runtime starts, as contents by file name.
 
-    The files of the run record are empty. On NFS, a file that was looked up before it existed would stay missing for a minute.
+    The files of the run record are among them, and empty. They exist from the start because of NFS: a file that is looked up
+    before it exists may seem to be missing for a minute.
     """
     files = {PAYLOAD: to_json(plan.payload), CONTEXT: json.dumps(context), JOURNAL: "", STDIO: ""}
     if plan.secret_env:

@@ -135,11 +135,11 @@ class JobBackend(ClusterBackend):
     queue_timeout: float | None  # Seconds after which a job that still waits in the queue fails; None waits for ever.
     patience: float  # Seconds for which the cluster may be out of reach while it is unknown whether there is a job.
     components: tuple[Component, ...] = ()  # The components of a heterogeneous job, in order.
-    # Takes the connection, the base directory and the log, and returns the `MakeWay`, which ends idle sessions so that a waiting
-    # job can start. If None, no idle session is ended.
+    # A function that takes the connection, the base directory and the log, and returns a `MakeWay`. This `MakeWay` is a function
+    # that ends idle sessions so that a waiting job can start. If the field is None, no idle session is ended.
     make_way: Callable[[Connection, str, Any], MakeWay] | None = None
     cadence: Cadence = _CADENCE
-    detect_platform: bool = True  # Whether environments are made for the compute nodes' platform, or for the edge node's.
+    detect_platform: bool = True  # True: environments are made for the platform of the compute nodes; False: of the edge node.
 
     def deliver(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Interpreter, str]:
         """Send a plan's files, the environment and the runtime to the cluster, unless they are there.
@@ -337,8 +337,9 @@ def check_min_nodes(ray: RaySpec | None, queue: SlurmQueueConfig) -> None:
 def check_paths(slurm: SlurmResource, environment: Environment, plan: Plan) -> None:
     """Raise ValueError if the path of the environment, of `remote_base` or of `data_dir` cannot be used on the cluster.
 
-    Such a path is relative, contains a variable, or belongs to the Python of a Dagster on another machine. The message names the
-    configuration field.
+    A path must not contain a variable. `remote_base` and `data_dir` must be absolute or begin with "~/". If Dagster reaches the
+    cluster by SSH, the same holds for the path of the environment, and Dagster's own Python cannot be the environment. The
+    message names the configuration field.
     """
     path_on_cluster(environment, over_ssh=slurm.ssh is not None)
     for name, path in (("remote_base", slurm.remote_base), ("data_dir", plan.payload.data_dir)):

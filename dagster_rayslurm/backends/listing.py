@@ -49,14 +49,14 @@ class Entry:
     says: str = ""  # The last message of a run, or why a job waits.
     job_id: str | None = None
     cluster_id: str | None = None
-    node: str | None = None
+    node: str | None = None  # The head node, or all nodes of a job in Slurm's notation.
     partition: str | None = None
     at: float | None = None  # When the state began, or else when the entry last changed.
-    exit_code: int | None = None
-    generation: Generation | None = field(default=None, repr=False)
+    exit_code: int | None = None  # Exit code of the srun in a run's batch script; None if none is known.
+    generation: Generation | None = field(default=None, repr=False)  # The allocation of a session; None for a run or job.
     run_id: str = ""  # Id of the Dagster run.
     words: frozenset[str] = frozenset()  # Other names of a run: its step and its assets.
-    heterogeneous: bool = False  # Whether a job has several components; for runs and sessions, their record says it.
+    heterogeneous: bool = False  # Whether an entry of the kind JOB has several components; always False for other kinds.
     # How to reach the Ray clusters of a run or session, by the path of the file that describes the cluster.
     clusters: Mapping[str, ClusterAccess] = field(default_factory=dict, repr=False)
 
@@ -120,7 +120,7 @@ def find(ident: str, entries: Sequence[Entry]) -> Entry:
 
     If several entries match, the first rule that applies selects one of the matching entries:
 
-    1. If `ident` is the name, job id or cluster id of a session, the newest generation of the session is returned.
+    1. If `ident` is the name, job id or cluster id of a session, the entry of the session's newest allocation is returned.
     2. If only one entry has not ended, this entry is returned.
     3. If `ident` is a step or an asset, the newest run is returned.
 
@@ -192,9 +192,9 @@ def _run(connection: Connection, base: str, found: dict[str, Any], snapshot: Que
 
 
 def _array(rows: Sequence[QueueRow]) -> tuple[str, str]:
-    """Returns the state of a run in a job array ("running", "pending" or "ended"), and a text such as "3 elements run, 5 wait".
+    """Returns the state of a run that consists of a job array, and a text such as "3 elements run, 5 wait".
 
-    `rows` are the rows of the array's elements in the queue.
+    The state is "running", "pending" or "ended". `rows` are the rows of the array's elements in the queue.
     """
     running = sum(row.state in ACTIVE for row in rows)
     waiting = count_jobs(row for row in rows if row.state in WAITING)

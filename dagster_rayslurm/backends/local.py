@@ -95,7 +95,7 @@ class LocalBackend(ThisMachine):
 class OwnRuntime(RunningPayload):
     """The runtime of one payload, as a child process, which the constructor starts.
 
-    The process ends when Dagster closes its standard input, or when Dagster ends.
+    The process ends when Dagster ends. The process also ends when Dagster closes the pipe to the standard input of the process.
     """
 
     def __init__(self, layout: Layout, interpreter: Interpreter, run_dir: str, cluster_id: str) -> None:

@@ -51,7 +51,7 @@ class Ownership:
     # Finds the Dagster run that took the payload over, in Dagster's event log; returns None if there is none.
     successor: Callable[[], str | None]
     new_owner: str | None = None  # The attempt that has taken the payload over, in words; None if no such attempt is known.
-    _confirmed: bool = False
+    _confirmed: bool = False  # Whether `confirm` has returned True.
     _held_at: float = -math.inf  # When this attempt was last seen to be the owner, by the monotonic clock.
 
     def take_over(self) -> bool:

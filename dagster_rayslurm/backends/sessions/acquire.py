@@ -83,8 +83,8 @@ class Site:
     In a subclass the place is a Slurm cluster, where sessions are jobs, or this machine, where sessions are processes.
     """
 
-    noun: ClassVar[str]  # The noun for an allocation in messages, before its id.
-    end_command: ClassVar[str]  # The command, before that id, with which a person ends an allocation.
+    noun: ClassVar[str]  # The word for an allocation in messages; the allocation's id follows this word.
+    end_command: ClassVar[str]  # The shell command that ends an allocation, for messages; the allocation's id follows.
     cadence: ClassVar[Cadence]  # Pauses between two checks of a session that starts.
 
     connection: Connection
@@ -127,9 +127,9 @@ class Site:
         raise NotImplementedError
 
     def cancel(self, creator: str) -> None:
-        """Cancel the Slurm job with the name `creator`. Without Slurm, do nothing.
+        """Cancel the Slurm job with the name `creator`. Does nothing without Slurm, or if the name is "" (not known).
 
-        The job may not exist, if the process that wanted to submit it has died before.
+        The job may not exist, because the process that wanted to submit the job may have died before the submission.
         """
 
     def is_alive(self, job_id: str, directory: str) -> bool | None:
@@ -171,8 +171,8 @@ class Action(Enum):
 def next_action(newest: Generation, after: int) -> Action:
     """Returns what a step does next, from `newest`, the newest generation of its session.
 
-    `after` is the number of the last generation that this step has given up, for example because it refused the payload; 0 if
-    there is none. A later generation is created if `newest` is not newer.
+    `after` is the number of the last generation that this step has given up, for example because the generation refused the
+    payload; 0 if there is none. If the number of `newest` is not greater than `after`, the step creates the next generation.
     """
     if newest.number <= after:
         return Action.CREATE
@@ -204,7 +204,7 @@ class SessionAcquisition:
 
     site: Site
     target: Target
-    _jobs: dict[int, Allocation] = field(default_factory=dict, init=False)  # Those that this step waited for, by generation.
+    _jobs: dict[int, Allocation] = field(default_factory=dict, init=False)  # By generation: allocations this step waited for.
 
     def __post_init__(self) -> None:
         self.registry = SessionRegistry(self.site.connection, self.site.base, self.target.key)
@@ -261,14 +261,15 @@ class SessionAcquisition:
         return None
 
     def on_refused(self, number: int, reason: str, unhealthy: Sequence[Mapping[str, str]] = ()) -> None:
-        """Raise RunFailure if a session that has refused the payload never accepted any payload: a new one would fail, too.
+        """Raise RunFailure if the session has never accepted a payload, because a new session would fail, too.
 
-        Returns without an error, so that the caller can try a new generation, in three cases: this step did not wait for the
-        session to start, the session has accepted a payload before, or its announcement is gone.
+        Called when the session has refused the payload of this step, or is closing. Returns without an error, so that the caller
+        can try a new generation, in three cases: this step did not wait for the session to start, the session has accepted a
+        payload before, or the session's announcement is gone.
 
         Args:
             number: The number of the session's generation.
-            reason: The session's answer, in words.
+            reason: Why the session refuses payloads, in the session's words.
             unhealthy: The nodes whose failed health checks led to the refusal; empty if there are none.
         """
         job = self._jobs.get(number)

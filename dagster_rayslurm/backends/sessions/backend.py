@@ -124,7 +124,7 @@ def _first_files(site: Site, choice: Choice, capacity: Capacity) -> dict[str, st
 class SessionBackend(batch.ClusterBackend):
     """Runs payloads in the Slurm allocations of sessions."""
 
-    own_queue: SlurmQueueConfig | None  # The fields that this run changes in the queue configuration of sessions.
+    own_queue: SlurmQueueConfig | None  # The queue fields that this run changes; None if it changes none.
     environment: Environment
     session: SessionConfig
     launcher: Launcher  # The launcher for which sessions are created.
@@ -241,7 +241,10 @@ class SessionBackend(batch.ClusterBackend):
         return required.with_time_limit(self.session.time_limit) if self.session.time_limit is not None else required
 
     def required(self, plan: Plan) -> Requirements:
-        """Returns what a session must offer to the payload of this run: the Ray cluster, the nodes and perhaps the time limit."""
+        """Returns what a session must offer to the payload of this run: the Ray cluster, the nodes and the time limit.
+
+        The field `time_limited` of the result says whether the time limit is this run's own, and so must be met.
+        """
         own = self.own_components is not None
         components = self.components if self.own_components is None else self.own_components
         if not components:

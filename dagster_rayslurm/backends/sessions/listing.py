@@ -88,9 +88,11 @@ class IdleSessions:
         """Ask one idle session to end if a waiting Slurm job could use the session's nodes.
 
         `snapshot` shows the user's jobs in Slurm's queue, and `waiting` are the rows of the waiting job in `snapshot`. The job
-        could use the nodes if it waits for nodes in the session's partition. The function searches only every few seconds,
-        and after a session has agreed to end, only when this session had time to end; any other call does nothing. If a session
-        cannot be reached, the next one is asked. Raises OSError if the cluster is out of reach.
+        could use the nodes if it waits for nodes in the session's partition. If a session refuses or cannot be reached, the
+        next one is asked. Raises OSError if the cluster is out of reach.
+
+        The function searches at most every `_INTERVAL` seconds. After a session has agreed to end, the function pauses for
+        `_START_TIMEOUT` seconds, so that the waiting job can start. Calls in between do nothing.
         """
         now = time.monotonic()
         wanted = {name for row in waiting if row.reason in _WAITS_FOR_NODES for name in row.partition.split(",")}
@@ -112,9 +114,9 @@ class IdleSessions:
     def _yields(self, generation: Generation, nodes: str) -> bool:
         """Ask an idle session to end; returns True if it agrees, and False if it refuses.
 
-        A session refuses, for instance, if a payload has come in the meantime. `nodes` names the nodes of the session, for
-        messages. A session whose answer is lost counts as one that agrees, because it may end; one that cannot be reached counts
-        as one that refuses. Raises OSError if the cluster is out of reach.
+        A session refuses, for instance, if a payload has come in the meantime. If the session's answer is lost, the result is
+        True, because the session may end. If the session cannot be reached, the result is False. `nodes` names the nodes of the
+        session, for messages. Raises OSError if the cluster is out of reach.
         """
         try:
             answer = send_request(self.connection, generation, {"op": Operation.YIELD})

@@ -52,7 +52,7 @@ class LocalSessionBackend(LocalBackend):
     """Runs payloads with Ray in warm sessions on this machine. A payload without Ray gets a runtime of its own."""
 
     session: SessionConfig
-    offered: RaySpec | None = None  # The warm Ray cluster as configured; None: as each payload requires.
+    offered: RaySpec | None = None  # Settings of the warm Ray cluster; if None, a session gets those of its first payload.
     components: Sequence[ComponentSpec] = ()  # Components of the warm cluster; empty if all nodes are alike.
     head: str | None = None  # The component in which the payload must run; None for the one with the head of the Ray cluster.
 

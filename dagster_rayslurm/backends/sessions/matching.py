@@ -50,7 +50,7 @@ class Requirements:
 
     ray: RaySpec | None
     footprint: Footprint  # The CPUs, GPUs and memory that the launcher requires of each node.
-    queue: SlurmQueueConfig = field(default_factory=SlurmQueueConfig)  # The allocation, or its first component.
+    queue: SlurmQueueConfig = field(default_factory=SlurmQueueConfig)  # Slurm settings of the job, or of its first component.
     components: tuple[Component, ...] = ()  # In the job's order; empty if all nodes are alike.
     time_limited: bool = False  # Whether the time limit in `queue` is the payload's own, and not the session's.
     head: str | None = None  # The component in which the payload must run; None for the one that has the session's Ray head.
@@ -138,7 +138,7 @@ class Choice:
 
     required: Requirements
     problem: str | None  # Why the payload does not fit the shared session, as a sentence; None if it fits.
-    target: Target  # The session to look for first: that for all payloads, or with a `problem` the separate one.
+    target: Target  # The session to look for first: the shared session, or `own` if there is a `problem`.
     own: Target  # The separate session, created for payloads that do not fit.
     strict: bool  # Whether a payload that does not fit is refused, instead of getting a separate session.
 
@@ -153,8 +153,8 @@ class Choice:
 def session_key(config: SessionConfig, run_id: str, what: Mapping[str, Any], created_with: Requirements, apart: bool) -> str:
     """Returns the name of a session's directory: the configured name or "default", and a hash. Equal names mean a shared session.
 
-    The hash always covers `what`. The hash also covers `created_with`, and the limits on payloads and idle time in `config`, in
-    two cases: if the session has no configured name, and if `apart` is True.
+    The hash always covers `what`. If the session has no configured name, or `apart` is True, the hash also covers `created_with`
+    and three fields of `config`: `max_concurrent_payloads`, `idle_timeout` and `yield_when_idle`.
 
     Args:
         config: The configuration of the session.

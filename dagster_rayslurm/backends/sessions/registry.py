@@ -39,7 +39,9 @@ class SessionManifest:
 
     generation: int
     capacity: Capacity
-    ask_command: tuple[str, ...]  # Passes a request to the session from inside its allocation; takes its directory.
+    # A command to run by srun in the session's allocation. The command passes the request on its standard input to the session.
+    # The caller appends the path of the generation's directory to the command.
+    ask_command: tuple[str, ...]
 
     def to_json(self) -> bytes:
         capacity, command = self.capacity.to_json(), list(self.ask_command)
@@ -212,5 +214,8 @@ class SessionRegistry:
         return self.connection.call(sessions.stop_waiting, *arguments, repeat=True, timeout=_TIMEOUT)
 
     def abandon(self, number: int) -> None:
-        """Mark a generation as abandoned, so that no step uses it. If its creator submits the job later, it cancels the job."""
+        """Mark a generation as abandoned, so that no step uses it.
+
+        If the generation's creator submits the job after that, the creator finds the mark and cancels the job.
+        """
         self.connection.make_dir(os.path.join(self.generation_dir(number), ABANDONED))
