@@ -72,7 +72,7 @@ class Call:
     # Two lists of settings from metadata and tags: settings that arguments override, and settings that override arguments.
     settings: tuple[Sequence[Settings], Sequence[Settings]] = ((), ())
     merged: Launcher = field(init=False)  # The resource's launcher with the changes of the call.
-    # For the keys "launcher" and "queue": the place that set a field, such as "op_tags", by name of the field.
+    # The places that set fields of the launcher and the queue, such as {"launcher": {}, "queue": {"num_nodes": "op_tags"}}.
     origins: dict[str, Mapping[str, str]] = field(init=False)
     # The components of the allocation, in the order of the Slurm job; () for an allocation without components.
     parts: tuple[Component, ...] = field(init=False)
@@ -250,8 +250,8 @@ def _check_requires(call: Call, plan: Any) -> None:
 def choose_backend(call: Call) -> Backend:
     """Returns the backend (the object that starts payloads) for a call, chosen by the resource's mode and topology.
 
-    Starts nothing. Raises `ValueError` if the environment is invalid. Raises `ValueError`, too, if payloads in local mode share a
-    Ray cluster, and the resource's components of this Ray cluster contradict each other.
+    Starts nothing. Raises `ValueError` if the environment is invalid. In local mode with a Ray cluster that payloads share, also
+    raises `ValueError` if the components of the resource contradict each other, and the call has no components of its own.
     """
     resource, environment = call.resource, call.environment or _environment(call.resource)
     if isinstance(environment, ContainerEnvironment) and resource.data_dir is not None:
@@ -328,8 +328,8 @@ def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:
     """Returns the settings of the Ray cluster that local mode keeps running between payloads, and the components of this cluster.
 
     Both come from the resource, not from the arguments of the call. The settings are None if the resource's default launcher has
-    no Ray. The list is empty if the resource has no components. If the components of the resource contradict each other, the
-    function raises `ValueError`, or returns None and [] if the call has components of its own.
+    no Ray. The list is empty if the resource has no components. Raises `ValueError` if the components of the resource contradict
+    each other. If the call has components of its own, the function returns None and [] instead of raising the error.
     """
     launcher = call.resource.default_launcher
     try:
@@ -377,15 +377,18 @@ def _environment(resource: ComputeFields) -> Environment:
 
 
 def _is_ignored(resource: ComputeFields, path: str) -> bool:
-    """Returns whether `path`, that of a pre-deployed environment, is ignored: in local mode, if it is not on this machine."""
+    """Returns whether payloads ignore `path`, the field `pre_deployed_env_path`.
+
+    Payloads ignore the path in local mode if the path does not exist on this machine.
+    """
     return resource.mode == ExecutionMode.LOCAL and not os.path.exists(os.path.expanduser(path))
 
 
 def unused_fields(resource: ComputeFields, environment: object) -> str:
     """Returns the settings that local mode ignores, as a part of a sentence, such as "slurm and environment=UvEnvironment(…)".
 
-    Returns "" if local mode ignores no setting, and in all other modes. `environment` is the environment of the call; if the call
-    has none, that of the resource.
+    Returns "" if local mode ignores no setting, and always in the other modes. `environment` is the environment of the call, or
+    the environment of the resource if the call has none.
     """
     unused = ["slurm"] if resource.slurm is not None and resource.mode == ExecutionMode.LOCAL else []
     path = resource.pre_deployed_env_path

@@ -112,9 +112,8 @@ class _Look:
     def result(self, known: list[str]) -> Any:
         """Call `operations.look` in a thread, wait for the thread, and return the result or raise the exception.
 
-        If no tick has got the result of an earlier thread yet, the method starts no thread, and returns the earlier thread's
-        result. `known` has the names of the runs that the sensor has reported before. Raises TimeoutError after `_LOOK_TIMEOUT`
-        seconds; the thread then goes on.
+        Raises TimeoutError after `_LOOK_TIMEOUT` seconds. The thread then goes on; the next tick starts no thread, but waits for
+        this thread and returns its result. `known` has the names of the runs that the sensor has reported before.
         """
         if self._pending is None:
             self._pending = Future()
@@ -151,8 +150,8 @@ def _events(each: EndedRun) -> list[Event]:
     """Returns the Dagster events of a submitted run that has ended.
 
     A failed run gives one observation. A successful run gives a materialization of the handle's asset and of each further asset
-    that the payload reported, and an evaluation of each asset check that the payload reported.
-    Checks have no partition, because the sensor does not know whether the check is partitioned.
+    that the payload reported, and an evaluation of each asset check that the payload reported. The evaluations have no partition,
+    because the sensor does not know whether the checks are partitioned.
     """
     key, partition = dg.AssetKey.from_user_string(each.handle.asset_key or ""), each.handle.partition_key
     reported: dict[dg.AssetKey, dict[str, Any]] = {key: {}}
@@ -187,10 +186,10 @@ def _events(each: EndedRun) -> list[Event]:
 
 
 def _is_reported(context: dg.SensorEvaluationContext, event: Event) -> bool:
-    """Returns whether Dagster's event log already has this event of a submitted run, or another event like it of the same run.
+    """Returns whether Dagster's event log has an event like `event`: of the same kind, asset or asset check, and submitted run.
 
-    The function reads the latest `_LATEST` events of this kind of the asset or asset check. Dagster's daemon may have stored the
-    event in an earlier tick, and died before it stored the sensor's cursor.
+    Dagster's daemon may have stored such an event in an earlier tick, and died before it stored the sensor's cursor. The function
+    reads the latest `_LATEST` events of this kind of the asset or asset check.
     """
     found: Any
     if isinstance(event, dg.AssetMaterialization):

@@ -36,7 +36,8 @@ class Component:
     component_id: str
     queue: SlurmQueueConfig
     launcher: Launcher
-    payload_wants: Footprint = ()  # Requirements of the payload itself, if the payload runs in this component.
+    # CPUs, GPUs and memory that the payload requires on each node, besides what `launcher` requires; () for nothing more.
+    payload_wants: Footprint = ()
 
 
 def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -> tuple[Component, ...]:
@@ -136,9 +137,9 @@ def merge_launchers(launcher: Launcher, components: Sequence[Component]) -> tupl
     """Returns a copy of `components` in which fields that a component's launcher leaves unset have the values of `launcher`.
 
     `components` are in the job's order. `launcher` is the launcher of the payload, which runs in the first component. If
-    `launcher` starts no Ray cluster, all launchers stay unchanged. Unless `launcher` is a `RayLauncher`, its footprint becomes
-    `payload_wants` of the first component. Raises `ValueError` if a component's launcher does not fit one Ray cluster across all
-    components.
+    `launcher` starts no Ray cluster, the launchers of all components stay unchanged. If `launcher` is not a `RayLauncher`,
+    `payload_wants` of the first component has the CPUs, GPUs and memory that `launcher` requires. Raises `ValueError` if a
+    component's launcher does not fit one Ray cluster across all components.
     """
     first, *others = components
     if launcher.ray_spec() is None:
@@ -236,7 +237,7 @@ def request_for(components: Sequence[Component], *, job_name: str, comment: str)
 
 
 def component_specs(request: JobRequest) -> list[ComponentSpec]:
-    """Returns the components of the job `request`, in the form in which they stand in the settings of a runtime.
+    """Returns the components of the job `request`, as a runtime (the program on the nodes) takes them in its settings.
 
     The result is [] for a job without components.
     """

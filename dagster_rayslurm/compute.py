@@ -260,11 +260,12 @@ class ComputeResource(ComputeFields, dg.PipesClient):
             payload_path: the same as for `run`. A Python script or module starts fastest, because the processes are forked.
             max_concurrent: the largest number of partitions that run at the same time. All partitions run on the first node of
                 the allocation; None stands for the number of CPUs that Slurm granted on this node to the job, or to the payload
-                in a session. With `allocation="each"`, None means no limit. A chunk counts once.
-            chunk: the largest number of partitions that share a call of the payload. With more than 1, the payload finds the
-                path of a file with its keys, one a line, in the environment variable RAYSLURM_PARTITION_KEYS, and has no
-                `pipes.partition_key`. It reports a partition by `pipes.report_custom_message({"partition": key, "metadata":
-                {…}})`. If the payload succeeds, all its partitions are materialized; if it fails, those that it has reported.
+                in a session. With `allocation="each"`, None means no limit. A chunk counts as one partition.
+            chunk: the largest number of partitions that share a call of the payload. With more than 1, the environment variable
+                RAYSLURM_PARTITION_KEYS has the path of a file that lists the keys of the chunk, one a line. A chunk of more than
+                one partition has no `pipes.partition_key`. The payload reports that a partition is done by
+                `pipes.report_custom_message({"partition": key, "metadata": {…}})`. If the payload succeeds, all partitions of the
+                chunk are materialized. If the payload fails, only the reported partitions are materialized.
             allocation: "shared" for one allocation and one Ray cluster that all partitions share; "each" for an allocation and a
                 Ray cluster per partition, of the size in `queue` and `launcher`. "each" needs mode "slurm".
             uses_pipes: False for a payload that does not open Dagster Pipes; such a payload finds the partition's key in the

@@ -73,7 +73,10 @@ def check_list(value: object, of: str) -> list[Any]:
 
 
 def check_modules(value: object) -> list[str]:
-    """Returns `value`, a list of names of Python modules such as "torch.nn", without repetitions; else raises `ValueError`."""
+    """Returns the list `value` of names of Python modules, such as "torch.nn", with repeated names removed.
+
+    Raises `ValueError` if `value` is not a list of such names.
+    """
     names = check_list(value, 'modules, such as ["ray", "torch"]')
     for name in names:
         if not all(part.isidentifier() and not iskeyword(part) for part in check_text(name).split(".")):

@@ -45,7 +45,7 @@ def _resolver(
     of: Any = dict[str, Any],
     fields_of: Iterable[type[BaseModel]] = (),
 ) -> dg.Resolver:
-    """Returns the resolver of a component's attribute.
+    """Returns the resolver of a component's attribute: the object that makes the attribute's value from the text in YAML.
 
     Args:
         description: the description of the attribute.

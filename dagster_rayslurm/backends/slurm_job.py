@@ -58,23 +58,24 @@ class SlurmJob:
     """One Slurm job, from its submission until Slurm confirms its end."""
 
     commands: Connection  # The edge node, which runs Slurm's programs and reaches the job's files.
-    queue: SharedQueue
-    request: JobRequest
-    submitted: SubmittedJob
+    queue: SharedQueue  # The user's jobs in Slurm's queue, through a file that all processes of the user share.
+    request: JobRequest  # What the job asked Slurm for.
+    submitted: SubmittedJob  # The job's id, and the time of submission.
     directory: str  # The directory to which the job's script and runtimes write the exit code and logs.
     queue_timeout: float | None  # Seconds after which a job that still waits in the queue fails; None waits for ever.
     log: Any  # The step's Dagster log.
     make_way: MakeWay | None = None  # Ends idle sessions whose nodes the waiting job could use; None leaves sessions alone.
     waiting_since: float | None = None  # Start of the queue timeout, by the cluster's clock; None for the time of submission.
     cancelled: bool = False  # Whether Slurm was asked to cancel the job.
-    _snapshot: QueueSnapshot | None = None
-    _queried_at: float = 0.0
-    _exit_read_at: float = field(default_factory=lambda: time.monotonic())
-    _ended_at: float | None = None
-    _cancel_tried: bool = False
-    _last_reason: str = ""
-    _last_error: str | None = None
-    _sizes_checked: bool = False
+    _snapshot: QueueSnapshot | None = None  # The last snapshot of the queue.
+    # The next three are times by the monotonic clock of this machine.
+    _queried_at: float = 0.0  # When this object last queried Slurm directly, because the job is cancelled.
+    _exit_read_at: float = field(default_factory=lambda: time.monotonic())  # When the exit code was last read.
+    _ended_at: float | None = None  # When `end_description` first saw that the job is over.
+    _cancel_tried: bool = False  # Whether `cancel_until_gone` was called.
+    _last_reason: str = ""  # The text about the waiting job that was logged last.
+    _last_error: str | None = None  # The error that was logged last.
+    _sizes_checked: bool = False  # Whether the request was compared with the sizes of the partitions.
     _too_large: str | None = None  # Why the job can never start, if it asks for more nodes than its partition has; else None.
 
     def __post_init__(self) -> None:
@@ -155,7 +156,7 @@ class SlurmJob:
     def next_reads(self) -> list[Read]:
         """Returns the reads of files that the next `observe` will do, as tuples of path, offset and number of bytes.
 
-        This is the read of the exit code, if it is due; otherwise the list is empty.
+        The only such file has the exit code. The list is empty if this file was read less than `_EXIT_INTERVAL` seconds ago.
         """
         due = time.monotonic() - self._exit_read_at >= _EXIT_INTERVAL
         return [(os.path.join(self.directory, EXIT), 0, _LOG_BYTES)] if due else []
@@ -222,7 +223,7 @@ class SlurmJob:
     # ---- End
 
     def end_description(self, started: bool, recorded: bool = True) -> str | None:
-        """Returns how the job ended, in words; None while the job lives, and then for as long as files may still arrive.
+        """Returns how the job ended, in words; None while the job lives, or while files of the ended job may still arrive.
 
         `started` says whether the beginning of the job's run record was read. `recorded` says whether the caller reads a run
         record at all.
@@ -351,12 +352,13 @@ class BatchJob:
     """A payload in the Slurm job that its step submitted. See `RunningPayload` for what the methods do."""
 
     job: SlurmJob
-    commands: Connection
-    cluster_id: str
+    commands: Connection  # The edge node, as in `job`.
+    cluster_id: str  # Name of the payload's Ray cluster.
     directory: str = ""  # The payload's run directory; "" if it is the directory of the job.
     step: Step = _NO_STEP
     _started: bool = False  # Whether the runtime has begun its record, and Slurm has not requeued the job since.
     _runtime_cancels: bool = False  # Whether the runtime, not Slurm, was asked to end the payload.
+    # When the run directory of the waiting job was last touched, by the monotonic clock.
     _touched_at: float = field(default_factory=lambda: time.monotonic())
 
     def __post_init__(self) -> None:
@@ -410,10 +412,12 @@ class BatchJob:
         return metadata
 
     def release(self, evidence: Evidence) -> None:
-        """Cancel the job if its cancellation is not confirmed yet, if it has not started, or if it may never end by itself.
+        """Cancel the job unless the job has ended or will end by itself. Called when the step is done with the payload.
 
-        Waits up to a minute until Slurm confirms the end. Called when the step is done with the payload. Does nothing if Slurm
-        cannot be reached, or if a later attempt at the step owns the payload.
+        Cancels a job whose cancellation is not confirmed yet, a job that has not started, and a job that may hang: the runtime
+        was asked to end the payload, nodes were lost, or the payload ended for a reason in `_SRUN_MAY_HANG`. Waits up to a minute
+        until Slurm confirms the end. Does nothing if a later attempt at the step owns the payload, or if the connection is lost
+        and the job was not cancelled.
         """
         reason = (evidence.end or {}).get("reason")
         if evidence.connection_lost and not self.job.cancelled:
@@ -448,5 +452,5 @@ class BatchJob:
             raise OSError(f"{self.commands.place}: {'; '.join(errors[-2:]) or f'exit code {done.returncode}'}")
 
     def _started_at(self, evidence: Evidence) -> float | None:
-        """Returns when the job's runtime began its run record, by the clock of its node; None if no record has begun."""
+        """Returns when the runtime began its run record, by the clock of the runtime's node; None if no record has begun."""
         return evidence.started_at

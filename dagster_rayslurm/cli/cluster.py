@@ -143,7 +143,11 @@ def _from_environment(prefix: str) -> Cluster:
 
 
 def _resource(cluster: Cluster, fields: Mapping[str, Any]) -> ComputeResource:
-    """Returns the `ComputeResource` of `cluster`; `fields` are its other fields, as in a `rayslurm.toml`."""
+    """Returns the `ComputeResource` of `cluster`.
+
+    `fields` are the fields of the resource, as in a `rayslurm.toml`, except for the login and the base directory, which `cluster`
+    has.
+    """
     from .resource import make_resource
 
     return make_resource(fields, cluster.ssh, cluster.remote_base, cluster.source)

@@ -24,8 +24,8 @@ def find_file(directory: Path) -> Path | None:
     """Returns the path of the nearest `rayslurm.toml`; None if there is none.
 
     The function looks in `directory`, then in the parent directories of `directory`, then in the user's configuration directory.
-    Raises `ValueError` if the file belongs to another user than this user or root. Such a file could make commands log in to
-    another host and run code there.
+    Raises `ValueError` if the file belongs neither to this user nor to root, because the file of another user could make commands
+    log in to another host and run code there.
     """
     for path in (*(each / FILE for each in (directory, *directory.parents)), user_file()):
         if path.is_file():

@@ -70,7 +70,8 @@ def doctor(env: str | None, probe: bool, probe_nodes: int, wait: int, as_json: b
 def check(env: str | None, as_json: bool, **queue: Any) -> None:
     """Examine a cluster as `doctor` does, but print only the warnings, the failures and a line with the totals.
 
-    With --json, the object is the one of `doctor`, without the other lines. Exits with 1 if there is a failure.
+    With --json, print the same object as `doctor`, but only with the lines of warnings and failures. Exits with 1 if there is a
+    failure.
     """
     with one_sentence_errors():
         report = examine(_wanted(env, queue), 0, 0, lambda text: click.echo(text, err=True))
@@ -91,7 +92,7 @@ def _print_json(report: Report) -> None:
 
 
 def _print(report: Report) -> None:
-    """Prints a report: the lines, a table of the partitions, the totals, and the code of the resource."""
+    """Prints a report: the lines of the checks, a table of the partitions, the totals, and Python code that makes a resource."""
     _print_lines(report.lines)
     click.echo()
     if report.partitions:
@@ -102,7 +103,7 @@ def _print(report: Report) -> None:
 
 
 def _print_lines(lines: list[Line]) -> None:
-    """Prints report lines with their verdicts and remedies."""
+    """Prints one line for each check, with its verdict; a remedy, if there is one, follows on a line of its own."""
     from rich.console import Console
     from rich.text import Text
 

@@ -62,7 +62,7 @@ def _sent(site: EnvironmentSite) -> Environment:
 @env.command()
 @cluster_options
 def build() -> None:
-    """Fetch and build the files of the environment for the cluster's platform on this machine, and send nothing."""
+    """Fetch and build the environment's files on this machine, for the platform of the cluster; send nothing."""
     with one_sentence_errors():
         site = _site()
         environment = _sent(site)
@@ -87,7 +87,10 @@ def push() -> None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Progress | None]:
-    """Context manager that shows a progress bar, and yields a function that updates the bar; yields None without a terminal."""
+    """Context manager that shows a progress bar, and yields a function that updates the bar; yields None without a terminal.
+
+    Whoever sends files calls the function with the number of bytes that have arrived and the total number of bytes.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bars

@@ -109,7 +109,10 @@ def _follower(run: Entry, component: str | None, log: logging.Logger, own_job: b
 
 
 class _Job:
-    """The Slurm job of a run (without Slurm, the process of the run's runtime); checks at times whether it still exists."""
+    """The Slurm job of a run or, without Slurm, the process of the run's runtime.
+
+    The method `exit` checks at intervals whether the job or process still exists.
+    """
 
     def __init__(self, run: Entry) -> None:
         self._run, self._asked_at = run, time.monotonic()
@@ -118,8 +121,8 @@ class _Job:
     def exit(self, ended: bool) -> str | None:
         """Returns a phrase that says how the job or process ended; None if it still existed at the last check.
 
-        `ended` is True if the journal of the run has an `end` record. The checks are then more frequent, because only Slurm knows
-        whether it will start the job again (requeue).
+        Makes a new check if the last check is old enough. `ended` is True if the journal of the run has an `end` record. Then the
+        checks are more frequent: the run may be over, but only Slurm knows whether Slurm will start the job again (requeue).
         """
         interval = _CADENCE.idle if ended else _ASK_INTERVAL
         if self._over is None and time.monotonic() - self._asked_at > interval:
@@ -141,7 +144,7 @@ class _Job:
 
 
 def _runtime_exit(job: _Job, evidence: Evidence) -> str | None:
-    """Returns the result of `job.exit` for a run with the known facts `evidence`; None if the connection is lost."""
+    """Returns the result of `job.exit`; None if the connection is lost. `evidence` has what the journal has shown so far."""
     try:
         return job.exit(evidence.end is not None)
     except OSError:  # A lost link says nothing about the job; the follower reports it.

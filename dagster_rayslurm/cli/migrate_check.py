@@ -98,7 +98,7 @@ def _findings(tree: ast.Module) -> Iterator[Finding]:
 
 
 def _call(node: ast.Call, names: dict[str, str]) -> Iterator[Finding]:
-    """Yields findings for a call: for the called method if this package has no such method, or else for each keyword of the call.
+    """Yields findings for a call: one for the called method if this package lacks the method, otherwise one for each keyword.
 
     Yields nothing if the call does not look like a call of dagster-slurm. `names` maps a name in the file to the name in
     dagster-slurm, or to "" for the module itself.
@@ -119,8 +119,8 @@ def _call(node: ast.Call, names: dict[str, str]) -> Iterator[Finding]:
 def _keywords(node: ast.Call, owner: str, known: Mapping[str, Any], noun: str) -> Iterator[Finding]:
     """Yields a finding for each keyword of the call `node`, and for each unknown key of a dict in the keyword `extra_slurm_opts`.
 
-    `owner` is the name of the called class or method. The keys of `known` are the keywords that exist in this package. `noun` is
-    the word for a keyword in the advice, such as "field".
+    `owner` is the name of the called class or method. The keys of `known` are the keywords that exist in this package; the
+    finding of such a keyword has the advice "". `noun` is the word for a keyword in the advice, such as "field".
     """
     queue = _public("SlurmQueueConfig").model_fields
     for each in node.keywords:

@@ -26,7 +26,7 @@ def _remember(context: click.Context, parameter: click.Parameter, value: str | N
 
 
 def _option(*names: str, **more: Any) -> Callable[[F], F]:
-    """Decorator that adds an option whose value only `cluster_option` returns, and which is no argument of the command."""
+    """Decorator that adds an option to a command. The command's function does not get the value; `cluster_option` returns it."""
     return click.option(*names, expose_value=False, callback=_remember, **more)
 
 

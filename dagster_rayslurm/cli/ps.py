@@ -33,7 +33,8 @@ ident_argument = click.argument("ident", metavar="NAME")
 def entries(ident: str = "") -> list[Entry]:
     """Returns runs and sessions of the local mode, and runs, sessions and jobs of the cluster if a cluster is configured.
 
-    Raises ClickException if no cluster is configured, and nothing on this machine has the name `ident`, unless `ident` is "".
+    `ident` is the name that the caller will look for in the result; "" for no name. The result has all entries in any case.
+    Raises ClickException if `ident` is not "", no cluster is configured, and nothing on this machine has this name.
     """
     cluster, layout = find_cluster(), click.get_current_context().find_root().obj
     base = str(layout.base)

@@ -38,10 +38,10 @@ _TARGET = (
 
 
 def find_target(target: str, wait: bool = False) -> Found:
-    """Returns the running cluster with the name `target`; raises ClickException if no cluster, or more than one, has the name.
+    """Returns the running Ray cluster of the run, asset, session or job with the name `target`.
 
-    If `wait` is True, the function does not raise, but waits and tries again, as long as a run, session or job with the name has
-    not ended.
+    Raises ClickException if no running Ray cluster, or more than one, has the name. If `wait` is True, and a run, session or job
+    with the name has no Ray cluster yet but has not ended, the function waits and tries again.
     """
     said, there = "", list[Entry]()
     while True:
@@ -125,7 +125,10 @@ def job() -> None:
 
 
 def _job_command(name: str, help_text: str) -> None:
-    """Adds the subcommand `rayslurm job NAME`, which runs `ray job NAME` for a cluster; `help_text` begins its help."""
+    """Adds the subcommand `rayslurm job NAME`, which runs `ray job NAME` for a Ray cluster.
+
+    `help_text` is the beginning of the subcommand's help.
+    """
     settings = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["--help"]}
 
     @job.command(name, help=f"{help_text}\n\n{_TARGET} All further arguments go to `ray job {name}`.", context_settings=settings)

@@ -41,13 +41,16 @@ def make_resource(fields: Mapping[str, Any], ssh: SSHLogin | None, remote_base: 
 
 
 def at_remote_base(resource: ComputeResource, remote_base: str) -> ComputeResource:
-    """Returns a copy of the resource with another base directory on the cluster, and with the `local_base` of `at_base`."""
+    """Returns a copy of the resource with the base directory `remote_base` on the cluster, and then changed as `at_base` does."""
     assert resource.slurm is not None
     return at_base(changed(resource, slurm=changed(resource.slurm, remote_base=remote_base)))
 
 
 def at_base(resource: ComputeResource) -> ComputeResource:
-    """Returns the resource with the base directory that `--base` or RAYSLURM_BASE names as `local_base`, if either is given."""
+    """Returns a copy of the resource whose `local_base` is the directory given by `--base` or RAYSLURM_BASE.
+
+    Returns the resource itself if neither is given.
+    """
     base = given_base()
     return resource if base is None else changed(resource, local_base=base)
 
@@ -93,7 +96,10 @@ def load_resource(source: str) -> ComputeResource:
 
 
 def _definitions(value: Any) -> dg.Definitions | None:
-    """Returns the `Definitions` that `value` is, or that a function with the decorator `dg.definitions` makes; otherwise None."""
+    """Returns `value` if it is a `Definitions`; None if it has nothing to do with `Definitions`.
+
+    If `value` is a function with the decorator `dg.definitions`, calls it, and returns the `Definitions` that it makes.
+    """
     if isinstance(value, dg.Definitions):
         return value
     if type(value).__name__ == "LazyDefinitions":

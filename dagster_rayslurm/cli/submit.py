@@ -270,7 +270,10 @@ def _resource(cluster: Cluster | None, mode: str | None) -> ComputeResource:
 
 
 def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments for a `BashLauncher`: those of a `RayLauncher`, without "_per_node" at the end of the names."""
+    """Returns the arguments `given`, which have the names of a `RayLauncher`, under the names of a `BashLauncher`.
+
+    The names of a `BashLauncher` lack "_per_node" at the end.
+    """
     return {name.removesuffix("_per_node"): value for name, value in given.items()}
 
 
@@ -292,9 +295,10 @@ def _working_dir(options: Mapping[str, Any], resource: ComputeResource) -> str |
 def _payload(words: Sequence[str], directory: str | None) -> Payload:
     """Returns the payload for the command line `words`, as `ComputeResource.run` takes it: a list of words, or a string.
 
-    `directory` is the working directory that is sent; None if none is sent. If the command is a Python script of this machine
-    outside of `directory`, the result is a string: a command line with the absolute path of the script, which the run then sends.
-    Otherwise, the result is a list of words.
+    `directory` is the working directory that is sent; None if none is sent. If the command runs a Python script of this machine,
+    the result is a string: a command line with the absolute path of the script, which the run then sends. But if `directory` is
+    "." and the command has a relative path of a script in it, the script is sent with `directory`. Then, and for any other
+    command, the result is a list of words.
     """
     python = words[0] in _PYTHONS and len(words) > 1
     script = words[1] if python else words[0]

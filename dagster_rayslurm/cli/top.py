@@ -69,14 +69,14 @@ class Watch:
 
     url: str  # The URL of the Ray dashboard on this machine.
     payloads: Callable[[], Sequence[Mapping[str, Any]]] | None  # Asks the session for the payloads; None without a session.
-    snapshot: Snapshot = field(default_factory=Snapshot)
+    snapshot: Snapshot = field(default_factory=Snapshot)  # The latest answer to each query.
     problem: str = ""  # Why the last request failed; "" if it did not fail.
     over: threading.Event = field(default_factory=threading.Event)  # Set to end `run`.
 
     def ask(self, query: str) -> None:
         """Sends one query to the dashboard or session, and stores the answer in `snapshot`, or an error text in `problem`.
 
-        `query` is a key of `QUERIES`, or "payloads".
+        `query` is a key of `QUERIES`, which names a query to the dashboard, or "payloads" for the query to the session.
         """
         try:
             if query == "payloads":
@@ -91,7 +91,7 @@ class Watch:
     def run(self) -> None:
         """Sends one query after another, one per second, until the event `over` is set.
 
-        As long as no nodes are known, each query is that for the nodes.
+        Repeats the query "nodes" until an answer has nodes; after that, sends all queries in turn.
         """
         queries = cycle([*QUERIES, *(["payloads"] if self.payloads else [])])
         while True:

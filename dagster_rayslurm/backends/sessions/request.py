@@ -1,6 +1,8 @@
-"""Ask a session to run a payload, repeatedly until it is known whether the session accepted: no payload may run twice.
+"""Ask a session to run a payload, and repeat the request until it is known whether the session accepted the payload.
 
-A request goes by TCP through the SSH connection, or by an `srun` in the session's allocation.
+Until this is known, no other session gets the request, because a payload must not run twice. A request goes by TCP through the
+SSH connection, or by an `srun` in the session's allocation (Slurm job). The journal of a payload is a file in the payload's run
+directory; its `start` record names the session that accepted the payload.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ def send_request(
     """Send `request`, such as {"op": "stop"}, to a session; wait for the session's answer, and return it.
 
     `carrier` says how the request gets to the session: "direct" by TCP from the edge node, "srun" by an `srun` in the session's
-    allocation, "auto" by TCP and, if TCP fails or failed a short time ago, by `srun`. A session on this machine gets each request
-    by TCP.
+    allocation. With "auto", the function tries TCP, and uses `srun` if TCP fails; if TCP to this session failed a short time ago,
+    the function uses `srun` at once. A session on this machine gets each request by TCP.
 
     Raises:
         Unreachable: the session did not receive the request.
@@ -116,10 +118,10 @@ def _send_by_srun(
 class RunRequest:
     """The request to run one payload: `submit` sends it to a session, and `withdraw` takes it back."""
 
-    site: Site
-    on_accepted: Callable[[LiveSession], None]  # Called before an interrupt can come.
+    site: Site  # The place of the sessions; also has the payload's plan and run directory.
+    on_accepted: Callable[[LiveSession], None]  # Called with the session that accepted; interrupts wait until the call ends.
     secrets: bytes = b""  # Content of the payload's file of secret variables; empty if it has none.
-    unsettled: bool = field(default=False, init=False)  # Whether it is unknown if a session accepted the payload.
+    unsettled: bool = field(default=False, init=False)  # True while it is uncertain whether a session has accepted.
     _tried: dict[str, LiveSession] = field(default_factory=dict, init=False)  # Asked sessions, by Ray cluster id.
     _problem: str = field(default="", init=False)  # Why the last try failed.
 
@@ -183,8 +185,9 @@ class RunRequest:
     def withdraw(self) -> None:
         """Tell the session that was asked last not to run the payload. Called while `unsettled` is True.
 
-        If a session has accepted the payload after all, the function calls `on_accepted`, and the payload runs. Logs an error if
-        it remains unknown whether one has. Tries for about `_WITHDRAW_TIMEOUT` seconds at most.
+        If a session has accepted the payload after all, the function calls `on_accepted`, and the payload runs. If it remains
+        unknown whether a session has accepted the payload, the function logs an error. The function tries at most `_WITHDRAWALS`
+        times, and begins no try after `_WITHDRAW_TIMEOUT` seconds.
         """
         deadline = time.monotonic() + _WITHDRAW_TIMEOUT
         for _ in range(_WITHDRAWALS):
@@ -213,10 +216,11 @@ class RunRequest:
             self.site.connection.write(os.path.join(self.site.run_dir, SECRETS), self.secrets)
 
     def _try(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Send the request once, and return the session's answer; None if it did not answer and may still live.
+        """Send the request once, and return the session's answer; None if the caller must try again to get an answer.
 
-        If the session has ended, the result is a refusal with the `error` "gone". Raises ConnectionFailed if the edge node cannot
-        be reached.
+        The result is None if the session did not answer and may still live, or if the journal, which would show an acceptance,
+        cannot be read. If the session has ended without accepting the payload, the result is a refusal with the `error` "gone".
+        If the payload is accepted, the method calls `on_accepted`. Raises ConnectionFailed if the edge node cannot be reached.
         """
         before, alive = self.unsettled, True
         # From here on an interrupt leaves it open whether the session accepts the payload.
@@ -269,10 +273,10 @@ class RunRequest:
         return self._tried.get(str(starts[0].get("cluster_id"))) if starts else None
 
     def _lives(self, session: LiveSession, unreachable: bool) -> bool:
-        """Returns False if a session has certainly ended, and True if it lives or this cannot be found out.
+        """Returns False if a session has certainly ended, otherwise True: the session lives or may live.
 
-        `unreachable` says whether the last request did not reach the session. If so, the result is also False for a session that
-        has announced that it closes. Raises ConnectionFailed if the edge node cannot be reached.
+        `unreachable` is True if the last request certainly did not reach the session. Then the result is also False if the
+        session has announced that it is closing. Raises ConnectionFailed if the edge node cannot be reached.
         """
         try:
             if unreachable:  # A session in reach may still answer, even if it announces that it is closing.

@@ -1,4 +1,8 @@
-"""The state of a session, according to the session's files and Slurm's queue."""
+"""The state of a session, according to the session's files and Slurm's queue.
+
+A generation is one allocation (Slurm job) of a session. An announcement is the file in which a running session says how to reach
+it, and later that it is closing.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +13,27 @@ from .registry import Generation
 
 
 class SessionState(TextEnum):
-    """The state of a session, derived from the session's files, Slurm's queue, and the session's answer to a describe request."""
+    """The state of a session, derived from the session's files, Slurm's queue, and the session's answer to a describe request.
 
-    PENDING = "pending"
-    STARTING = "starting"
+    A describe request asks a session about itself. Only after such a request can the state be READY or SILENT.
+    """
+
+    PENDING = "pending"  # The session's job waits in Slurm's queue.
+    STARTING = "starting"  # The job runs, but there is no announcement yet, or the session answers that it is not ready.
     UP = "up"  # The session has announced itself, and may not be ready yet.
-    READY = "ready"
+    READY = "ready"  # The session answers that it is ready to run payloads.
     DRAINING = "draining"  # The session runs its payloads to their end, and accepts no more.
-    SILENT = "silent"  # The session announces itself but does not answer.
+    SILENT = "silent"  # The session has announced itself, but does not answer.
+    # The session has no job any more; its files say that it is closing or has ended, or it never announced itself.
     ENDED = "ended"
-    DEAD = "dead"  # The session's job ended without withdrawing the announcement.
+    # The session has no job any more, although its files say neither that it is closing nor that it has ended.
+    DEAD = "dead"
 
 
 def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:
-    """Returns the row of a generation's job in the queue; None if the job has ended or has no row.
+    """Returns the row of a generation's job in the queue `snapshot`; None if the job has ended or has no row.
 
-    If the job has several components, the row is the row of the first component.
+    If the job has several components, the function returns the row of the first component.
     """
     if generation.ended:
         return None
@@ -37,7 +46,7 @@ def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:
 
 
 def state_of(generation: Generation, row: QueueRow | None) -> SessionState:
-    """Returns the state of a session, from its files and `row`, the row of its job in the queue (see `job_of`).
+    """Returns the state of a session, from the session's files and its job's `row` in the queue, the result of `job_of`.
 
     The session itself is not asked, so the result is never READY or SILENT.
     """
