@@ -69,9 +69,10 @@ def failure(name: str, text: str, remedy: str) -> Line:
 
 
 def failed(name: str, error: object, remedy: str) -> Line:
-    """Returns a line about a failed check, whose text is the message of `error` up to the first "; ".
+    """Returns a line about a failed check, made from the message of `error`.
 
-    The rest of the message is the remedy of the line; if there is no rest, `remedy` is.
+    The message up to the first "; " is the text of the line. The rest of the message is the remedy of the line. If the message
+    has no such rest, the remedy is `remedy`.
     """
     sentence, _, advice = str(error).partition("; ")
     return failure(name, sentence or "no answer in time", advice or remedy)  # A `TimeoutError` has no message.

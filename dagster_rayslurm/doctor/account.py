@@ -40,9 +40,9 @@ class Row:
 
 
 def parse_associations(text: str, cluster: str) -> list[Row]:
-    """Returns the associations in `text`, the output of the command `ASSOCIATIONS`, which lists only those of this user.
+    """Returns this user's associations on the cluster `cluster`; if `cluster` is "", on all clusters.
 
-    Returns only the associations on the cluster `cluster`; if `cluster` is "", returns the associations on all clusters.
+    `text` is the output of the command `ASSOCIATIONS`.
     """
     rows = [Row("", dict(zip(_ASSOCIATION, line.split("|"), strict=False))) for line in text.splitlines() if "|" in line]
     return [Row(f"account {row['account']}", row.columns) for row in rows if not cluster or row["cluster"] == cluster]

@@ -62,7 +62,10 @@ def _failed(error: ConnectionFailed) -> list[Line]:
 
 
 def _lines(ssh: SSHConnectionResource | None, connection: Connection, seconds: float, command: float) -> list[Line]:
-    """Returns the lines about a successful login, which took `seconds` seconds; a command takes `command` seconds."""
+    """Returns the lines about a successful login.
+
+    `seconds` is the time that the login took, and `command` is the time that a call on the edge node took after that, in seconds.
+    """
     if ssh is None:
         return [ok("login", "this machine, without SSH")]
     text = f"{connection.place} with {ssh.client} in {seconds:.2f} s; a command takes {1000 * command:.0f} ms"

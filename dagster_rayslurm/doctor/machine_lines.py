@@ -90,9 +90,9 @@ def _clock(name: str, one: str, other: str, skew: float, margin: float) -> Line:
 def _base(machine: Mapping[str, Any], where: str, skew: float) -> Iterator[Line]:
     """Yields lines about the base directory: who can write there, the free space, the file server's clock, and the mount options.
 
-    `skew` is the number of seconds by which the clock of the examined machine is ahead: for the edge node, ahead of this
-    machine's clock; for a compute node, ahead of the edge node's clock. With such a clock, new files seem `skew` seconds old even
-    if the file server's clock is right. The line about the file server's clock takes this into account.
+    The clock of the examined machine is `skew` seconds ahead of a reference clock. The reference for the edge node is this
+    machine's clock. The reference for a compute node is the edge node's clock. The file server's clock gets a warning only if it
+    differs from both the examined machine's clock and the reference clock.
     """
     name, base = f"{where}base directory", machine["directories"]["base"]
     path, choose = base["path"], "choose another SlurmResource.remote_base, of your own and shared with the compute nodes"

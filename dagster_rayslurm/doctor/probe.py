@@ -52,10 +52,11 @@ def run_probe(
     patience: float,
     say: Callable[[str], None],
 ) -> list[Line]:
-    """Submits a job that examines `nodes` compute nodes, and returns the report lines; cancels the job and removes its directory.
+    """Submits a job that examines `nodes` compute nodes, waits for the results, and returns the report lines.
 
-    `base` is the path of the base directory. `interpreter` is the command that starts the environment's Python; None leaves the
-    environment unexamined. The job may wait `patience` seconds to start. `say` is called with a sentence about why the job waits.
+    At the end, also after an error, the function cancels the job and removes the job's run directory. `base` is the path of the
+    base directory. `interpreter` is the command that starts the environment's Python; None leaves the environment unexamined. The
+    job may wait `patience` seconds to start. `say` is called with a sentence about why the job waits.
     """
     nonce = secrets.token_hex(6)
     run_dir = f"{base}/runs/doctor-{nonce}"

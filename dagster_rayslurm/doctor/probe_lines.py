@@ -103,7 +103,10 @@ def _lag(lag: float | None, where: str) -> Line:
 
 
 def _ports(node: Mapping[str, Any], port_range: str | None) -> Line:
-    """Returns a line that says whether the runtime and Ray can listen on their ports; `port_range` is Ray's range, or None."""
+    """Returns a line that says whether the runtime and Ray can listen on their ports.
+
+    `port_range` has the ports that Ray may use, as "LOW-HIGH"; None for any ports.
+    """
     name, ports = f"{node['host']}: ports", node["ports"]
     low, high = ports["range"]
     first, last = ports["ephemeral"] or (65536, 65536)

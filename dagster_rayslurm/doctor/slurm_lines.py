@@ -62,9 +62,9 @@ def questions(script: str, login_variables: Sequence[str]) -> dict[str, list[Any
 
 @dataclass(frozen=True)
 class Slurm:
-    """The result of `edge.site.survey` (`facts`), which has the answers of Slurm's programs, and the configuration (`wanted`)."""
+    """The answers of Slurm's programs on the edge node, and the configuration to examine."""
 
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any]  # The result of `edge.site.survey`.
     wanted: Wanted
 
     def answer(self, name: str) -> Answer:
@@ -82,7 +82,10 @@ class Slurm:
         return parse_partitions(self.answer("partitions").out, self.answer("nodes").out)
 
     def value(self, field: str) -> str | None:
-        """Returns the value of the queue's field `field`, or else of the field's `SBATCH_*` variable; None if neither is set."""
+        """Returns the value of the field `field` of the queue's configuration.
+
+        If the field is not set, the value comes from the field's `SBATCH_*` variable on the edge node. None if neither is set.
+        """
         own = getattr(self.wanted.queue, field)
         variable = any(each.name == field and each.login_variable for each in SBATCH_FIELDS)
         return own or (self.facts["machine"]["variables"].get(f"SBATCH_{field.upper()}") if variable else None)

@@ -1,11 +1,12 @@
-"""The agent: one process on the edge node that calls functions of this package for a client, many at a time.
+"""The agent: one process on the edge node that calls functions of this package for a client, many calls at the same time.
 
-The client starts `command_line` by SSH. The process prints a hello line, which ends the output of the shell's start-up files. The
-process then reads the agent's program from standard input, so nothing is installed. Then messages go in both directions. When
-standard input ends, the agent kills all running commands and exits.
+The client (Dagster's side) runs the command `command_line` by SSH. This command prints a hello line: all output before this line
+comes from the shell's start-up files. The command then reads the agent's program from standard input, so that nothing has to be
+installed on the edge node. After that, client and agent send messages to each other. When standard input ends, the agent kills
+all running commands and exits.
 
-A message is one or more frames: the lengths of header and body, a header in JSON, and a body of bytes. The client imports this
-module for the encoding.
+A message consists of one or more frames. A frame consists of the lengths of its header and its body, the header in JSON, and the
+body in bytes. The client imports this module too, for the encoding.
 """
 
 import importlib
@@ -38,17 +39,20 @@ _BOOT = (
 def command_line(python: str, word: str) -> str:
     """Return the command by which a login shell starts the agent with the Python `python`.
 
-    The agent prints a hello line with the text `word` twice, and then reads the result of `program` from standard input. The
-    command has no newline, exclamation mark, backslash or quote that sh, csh or fish would interpret.
+    The agent prints a hello line that has the text `word` twice, and then reads the result of `program` from standard input. The
+    command has the word only once, so the client can tell the hello line from the echo of a shell that echoes its commands.
+
+    The text in single quotes contains no newline, exclamation mark, backslash or single quote, because sh, csh or fish would
+    interpret one of these even there.
     """
     return f"exec {python} -I -S -X utf8 -c '{_BOOT % word}'"
 
 
 def program(directory: str) -> bytes:
-    """Return the agent's program in the form in which the agent reads the program from standard input.
+    """Return the agent's program: the bytes that the client first sends to the standard input of the command `command_line`.
 
-    The result is eight decimal digits with the number of the following bytes, and then compressed Python source text. The source
-    text contains all modules in the directory `directory`, and calls `serve`.
+    Eight decimal digits state the number of the bytes that follow. These bytes are compressed Python source text, which contains
+    all modules in the directory `directory`, and calls `serve`.
     """
     texts = {}
     for name in sorted(os.listdir(directory)):

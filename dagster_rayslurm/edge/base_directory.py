@@ -33,8 +33,7 @@ _OURS = ("bundles", "files", "prefixes", "runtime", "runs", "sessions", "submiss
 def look(base: str, places: "Sequence[str]") -> "tuple[str, str, str, list[str]]":
     """Return who else can change the base directory `base`, and which of the relative paths `places` exist there.
 
-    The function checks the base directory and the directories in the base directory whose names are in `_OURS`. The result has
-    four parts:
+    The function checks the base directory, and the directories in it that have a name in `_OURS`. The result has four parts:
         owner: the name of another user who owns one of the checked directories, or "".
         open: the path of a checked directory that everybody may write to, or "".
         group: the name of a group that may write to the base directory, or "". A group with the name of the user does not count.
@@ -42,10 +41,13 @@ def look(base: str, places: "Sequence[str]") -> "tuple[str, str, str, list[str]]
 
     If `owner` or `open` is not "", the other three parts are empty. If there is no base directory, all four parts are empty.
 
-    The function sets the modification times of `found` to now, because `sweep` keeps recently used files. The function closes the
-    directories of `_OURS` to the group, because project file systems open new directories by umask or default ACL. The base
-    directory stays open to the group, because the base directory may hold files of other programs. The owner matters because the
-    names in `places` are predictable: another user of a shared file system could put a program of theirs there.
+    The owner matters because the names in `places` are predictable: another user of a shared file system could put a program of
+    theirs there.
+
+    The function has two effects. It sets the modification times of `found` to now, because `sweep` keeps recently used files. If
+    a group may write to a directory of `_OURS`, the function makes this directory private to this user: on the file systems of
+    projects, the umask or a default ACL often lets a group write to new directories. The base directory itself is not made
+    private, because it may hold files of other programs.
     """
     user, group, found = os.geteuid(), "", []
     for name in ("", *_OURS):
@@ -317,10 +319,10 @@ class _Sweep:
                 self._retire(session, str(number))
 
     def _is_over(self, directory: str) -> bool:
-        """Return True if the job of one allocation of a session has ended or has no id; False if the job may still run.
+        """Return True if the job of a generation has ended, or if no job id is stored; False if the job may still run.
 
-        `directory` is the numbered directory of the allocation. Without an answer of Slurm, only a file `exit` shows that a job
-        has ended.
+        `directory` is the generation's directory. A job has ended if the directory has a file `exit`, or if Slurm no longer knows
+        the job. If Slurm has not answered, only the file counts.
         """
         if _text(os.path.join(directory, "exit")):
             return True

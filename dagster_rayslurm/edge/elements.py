@@ -1,7 +1,7 @@
 """Reads the run directories of many elements of job arrays in one call. Paths are absolute.
 
-An element is one task of a Slurm job array; the number of the element is Slurm's array task id. Each element runs one Dagster
-partition.
+An element is one task of a Slurm job array; the number of the element is Slurm's array task id. Each element runs a chunk, which
+is one or more Dagster partitions.
 """
 
 import contextlib
@@ -27,8 +27,11 @@ _MOST_LOG = 16 * 1024
 def arrays(run_dir: str) -> "list[dict[str, Any]]":
     """Return the job arrays of a step, in the order of their numbers. `run_dir` is the run directory of the step.
 
-    An array is a dict with `number` (N if its directory is `array-N`), `job_id` ("" if the file with the id is missing) and
-    `chunks`, the lists of the elements' partition keys by element number ([] if the file with the keys is missing or damaged).
+    Each array is a dict with these keys:
+        number: the number N in the name `array-N` of the array's directory.
+        job_id: the id of the array's job; "" if the file with the id is missing.
+        chunks: a list with a list of partition keys for each element: `chunks[0]` has the keys of element 0. [] if the file with
+            the keys is missing or damaged.
     """
     found = []
     for name in os.listdir(run_dir):
@@ -50,10 +53,10 @@ def ended(
 
     Args:
         run_dir: the run directory of the step. The directory `array-N` there belongs to the array with the number N.
-        wanted: for the number of each array, as text, the ranges of elements to return. A range is a pair of the first and the
-            last number. An element in a range is returned only if the array's directory has the file `ELEMENT.ended`.
-        over: for the number of an array in `wanted`, the elements to return even without such a file. The logs of all other
-            elements are empty.
+        wanted: ranges of elements, by the number of the array as text. A range is a pair of the first and the last number. An
+            element in a range is returned only if the array's directory has the file `ELEMENT.ended`.
+        over: elements to return even without such a file, by the number of an array in `wanted`. The logs are returned only for
+            these elements; the logs of all other elements are empty.
         limit: a number of bytes. Once the returned texts are longer, no more elements are returned.
 
     Returns three values: the names of the entries of `run_dir`; a list with one row for each element; and one bytes object with
@@ -95,10 +98,6 @@ def _within(numbers: "Sequence[int]", spans: "Sequence[Sequence[int]]") -> "list
     """Return the items of `numbers` that lie in one of `spans`. A span is a pair of the first and the last number.
 
     Both arguments are in ascending order.
-    """
-    """Return the numbers that lie in a range of `spans`; a range is a pair of the first and the last number.
-
-    Numbers and ranges must be sorted.
     """
     found, place = [], 0
     for number in numbers:

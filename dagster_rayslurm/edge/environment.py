@@ -66,13 +66,14 @@ def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: fl
         cache: the path of a file in which the facts are kept.
         age: seconds for which the facts in `cache` are used again. The facts are not used again if Python or a directory on the
             import path has changed.
-        timeout: seconds for each start of Python, with `activate.sh` before.
+        timeout: seconds for each start of Python, which include the time of `activate.sh`.
 
     Returns a dict with these keys; if the environment cannot be used, some of the other keys are missing:
         python, activate: the paths; `activate` is "" if there is no `activate.sh`.
         container: the content of container.json; None if the environment is not in a container.
-        facts: the facts that `PROBE` reports, and `unimportable`, the reason why one of `imports` cannot be imported, or "". For
-            a container that Pyxis (a plugin of srun) starts, `facts` is None, because only a job can look into the image.
+        facts: a dict with the facts that `PROBE` reports, and with the key `unimportable`: the reason why one of `imports` cannot
+            be imported, or "" if all can. For a container that Pyxis (a plugin of srun) starts, `facts` is None, because only a
+            job can look into the image.
         cached: True if the facts come from `cache`.
         problem: only if the environment cannot be used: the key of a message in `environments.check`.
         code, error: only if `activate.sh` or Python fails: the exit code, and the end of the error output.
@@ -110,20 +111,22 @@ def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: fl
 
 
 def _probe(start: "list[str]", python: str, activate: str, imports: "Sequence[str]", timeout: float) -> "dict[str, Any]":
-    """Run the program `PROBE` with the Python `python`; returns a dict with `facts` and `paths`, or with a `problem`.
-
-    The `problem` is "activate" or "python" if the script `activate` or `PROBE` fails, and "late" if `PROBE` takes too long.
+    """Run the program `PROBE` with the Python `python`, and then try to import modules.
 
     Args:
         start: the words before Python on the command line, such as srun with options; [] to start Python on this machine.
         python: the path or name of Python.
-        activate: the path of a script to source before Python starts, or "".
-        imports: names of modules that Python then tries to import. If an import fails, `unimportable` in the facts is the reason;
-            otherwise, it is "".
+        activate: the path of a script to source before Python starts; "" if there is none.
+        imports: names of the modules to import.
         timeout: seconds for `PROBE`, and again for the imports.
 
-    The facts are valid until one of `paths` changes. With a `problem`, the dict also has the exit code `code` and the error
-    output `error`, unless `PROBE` took too long.
+    If `PROBE` succeeds, returns a dict with these keys:
+        facts: the facts that `PROBE` reports, and the key `unimportable`: the reason why an import failed, or "" if none failed.
+        paths: the paths of files and directories. The facts are valid until one of these changes.
+
+    Otherwise, returns a dict with these keys:
+        problem: "activate" if the script `activate` fails, "python" if `PROBE` fails, and "late" if `PROBE` takes too long.
+        code, error: the exit code and the end of the error output; missing if `PROBE` takes too long.
     """
     environ = _environ(start)
     word = os.urandom(16).hex()  # The word separates the answer from what start-up scripts print.
@@ -251,9 +254,10 @@ def make(directory: str, key: str, recipe: "Mapping[str, Any]", timeout: float) 
     which the text `PREFIX` stands for the path of the environment. `recipe["runner"]` are the words to put before each command so
     that it runs on a compute node, such as ["srun", …]; [] to run it on this machine.
 
-    The files of an environment contain its path, so it cannot be renamed. So each call builds in a new directory, and makes
-    the symbolic link `key` to this directory once the environment is complete. A lock lets other processes wait. On a file system
-    without locks, several processes may build the environment; the first complete one is used.
+    An environment cannot be renamed, because the files of the environment contain the path. Therefore each call builds in a new
+    directory. Once the environment is complete, the call makes the symbolic link `key` to this directory. A lock makes other
+    processes wait meanwhile. On a file system without locks, several processes may build the environment at the same time; the
+    first complete environment is used.
     """
     base_directory.make_private(directory)
     link = os.path.join(directory, key)

@@ -130,7 +130,8 @@ def read_at(fd: int, offset: int, limit: int) -> bytes:
 def open_write(path: str, offset: int) -> "tuple[int, int]":
     """Open a file for writing, and create a missing file; returns the descriptor and the offset at which to write.
 
-    The returned offset is `offset`, the number of bytes that were written before, or 0 if the file has fewer bytes.
+    `offset` is the number of bytes that were written before. The returned offset is the same number; or 0 if the file has fewer
+    bytes, so that all bytes must be written again.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     if os.fstat(fd).st_size < offset:  # The host name may lead to another edge node now.

@@ -247,7 +247,7 @@ def _listen(ports: "Sequence[int]") -> "tuple[list[int], int, int]":
 
 
 def _ephemeral_range() -> "list[int] | None":
-    """Return the first and the last port that the kernel uses for outgoing connections (ip(7)); None if it does not say."""
+    """Return the first and the last port that the kernel uses for outgoing connections (ip(7)); None if they are unknown."""
     try:
         with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
             low, high = map(int, file.read().split())
@@ -286,11 +286,11 @@ def listen_once(seconds: float) -> int:
 
 
 def reach(facts: "dict[str, Any]", port: int, timeout: float = 5.0) -> "dict[str, Any]":
-    """Connect to the server of another node of the probe, by the node's host name or else by the node's addresses.
+    """Connect to the server of a node of the probe, by the node's host name or else by the node's addresses.
 
-    `facts` are the facts that the node has written, and `port` is a port of its `listens`. Each attempt may take `timeout`
-    seconds. Returns a dict with the `port`, the `host` that answered and the duration of the connection in `seconds`. If no host
-    answered, the dict has the `port` and an `error`.
+    `facts` are the facts that the node has written. `port` is one of the ports in `facts["listens"]`. Each attempt may take
+    `timeout` seconds. Returns a dict with the `port`, the `host` (the name or address that worked) and the duration of the
+    connection in `seconds`. If all attempts failed, the dict has only the `port`, and an `error`, which is a text.
     """
     errors = []
     for host in [facts["host"], *facts["addresses"]]:

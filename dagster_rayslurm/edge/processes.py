@@ -154,7 +154,10 @@ def end(name: str) -> None:
 
 
 def end_all() -> None:
-    """Kill all running commands, also those that are just beginning, and wait until the commands have ended."""
+    """Kill all running commands, also those that are just beginning, and wait a few seconds for the commands to end.
+
+    After this call, no command can begin.
+    """
     _all_ended.set()
     deadline = time.monotonic() + _GRACE
     while _starting and time.monotonic() < deadline:

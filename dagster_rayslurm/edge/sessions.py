@@ -1,6 +1,8 @@
 """Files of warm sessions, whose Slurm jobs serve several payloads. Paths are absolute.
 
-Each session has a directory, with a numbered directory for each allocation (Slurm job) of the session.
+Each session has a directory, with a numbered directory for each allocation (Slurm job) of the session. An allocation is also
+called a generation. Once the session can take payloads, it announces itself: it writes its address into the file `session.json`
+in the allocation's directory. If all processes that wait for this give up first, the last one marks the allocation as abandoned.
 
 Ages are differences between times of the file system, because the clocks of the machines differ.
 """

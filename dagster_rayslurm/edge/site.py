@@ -74,8 +74,8 @@ def _shell() -> "dict[str, Any]":
     the texts `out` and `error`, which start-up files print to the standard output and the error output. If this process was not
     started by SSH, the shell is not run: `seconds` and `code` are 0, and the texts are "".
 
-    The shell does not see this process's SHLVL. bash reads ~/.bashrc for a command only if sshd seems to have started bash: at
-    SHLVL below 2, with SSH_CLIENT (bash(1)).
+    The shell starts without the variable SHLVL, so that bash reads ~/.bashrc as bash does for `ssh HOST true`. To run a command,
+    bash reads this file only if SSH_CLIENT is set, and SHLVL is less than 2 (bash(1)).
     """
     environ = dict(os.environ)
     environ.pop("SHLVL", None)

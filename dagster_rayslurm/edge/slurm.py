@@ -125,7 +125,7 @@ def submit(
     claim: str,
     texts: "Mapping[str, str]",
 ) -> "tuple[int | None, bytes, bytes]":
-    """Submit a job by the sbatch `command` in a run directory, unless the run directory already has a file with a job id.
+    """Submit a job by the sbatch `command`, unless the run directory already has a file with the id of the submitted job.
 
     Args:
         command: the command line of sbatch.
@@ -133,8 +133,8 @@ def submit(
         timeout: seconds that sbatch may take; None for any time.
         keep: names of the `SBATCH_*` variables that sbatch may see.
         run_dir: the path of the run directory; a missing directory is created.
-        claim: the name of the job if the job is that of a session, whose run directory only one process may use; "" for another
-            job.
+        claim: for the job of a session, the name of the job; "" for any other job. Only one process may use the run directory of
+            a session's job.
         texts: contents of the files to write into the run directory before sbatch runs, by name. Each character stands for one
             byte (latin-1).
 
@@ -142,9 +142,9 @@ def submit(
     since the epoch. The output of sbatch, or the job id from the file, follows. If sbatch fails, the function returns the result
     of `processes.run` for sbatch. The exit code is CANNOT_WRITE if the run directory cannot be written.
 
-    For a session's job, the exit code is TAKEN if the run directory was created for another job, or is marked as abandoned.
-    `mkdir` decides on NFS too which process creates the directory. If another process marks the directory as abandoned during the
-    submission, the submitted job is cancelled, and the exit code is TAKEN as well.
+    For a session's job, the exit code is TAKEN if the run directory was created for another job, or is marked as abandoned. Of
+    several processes, only the one whose `mkdir` succeeds creates the directory, on NFS too. If another process marks the
+    directory as abandoned during the submission, the submitted job is cancelled, and the exit code is TAKEN as well.
 
     An error while the job id is written into the file is ignored, because the job can be found by name.
     """
@@ -218,12 +218,12 @@ def queue(
         keep: names of the `SBATCH_*` variables that squeue may see.
         path: the path of the shared file; "" to run squeue in any case.
         interval: seconds for which the output in the file is used. If slurmctld takes long to answer, the time is longer.
-        known: the time at which squeue began for the latest output that the caller already has; 0.0 if the caller has none.
+        known: tells which output the caller already has: the time at which that run of squeue began; 0.0 if the caller has none.
 
-    Returns the exit code, the output and the error output. The first line of the output is the time of this call. If squeue is
-    not run, and the output in the file is not newer than `known`, nothing follows. Otherwise the second line has the times at
-    which squeue began and ended, and the output of squeue follows. All times are in seconds since the epoch. If squeue fails, the
-    function returns the result of `run` for squeue.
+    Returns the exit code, the output and the error output. The first line of the output is the time of this call. If the caller
+    already has the latest output, nothing follows. Otherwise the second line has the times at which squeue began and ended, and
+    the output of squeue follows. All times are in seconds since the epoch. If squeue fails, the function returns the result of
+    `run` for squeue.
     """
     at = now()
     stamp = b"%.3f\n" % at

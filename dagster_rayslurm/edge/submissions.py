@@ -1,9 +1,12 @@
-"""Keeps one job for each idempotency key, and lists the submitted runs, for whose end the submitting process does not wait.
+"""Keeps one job for each idempotency key, and lists the submitted runs. Paths are absolute.
 
-An idempotency key is a text by which a repeated submission finds the job of the first submission. A claim is the announcement of
-a process to submit the job of a key. Each key has a directory, and each claim of the key has a numbered directory there, which
-appears complete. A file in the claim's directory is renamed once a process has decided whether the claim has a job. Both steps
-are atomic, on NFS too, so that all processes see the same decision. Paths are absolute.
+A submitted run is a run from `ComputeResource.submit`, which does not wait for the end of the run. An idempotency key is a text
+by which a repeated submission finds the job of the first submission.
+
+Before a process submits the job of a key, the process makes a claim, so that other processes do not submit the job too. Each key
+has a directory, and each claim of the key is a numbered directory there, which appears with all its files at once. Later, a
+process decides whether the claim has a job, and renames a file in the claim's directory accordingly. Both steps are atomic, on
+NFS too, so that all processes see the same decision.
 """
 
 import contextlib
@@ -30,9 +33,10 @@ _MOST_BYTES = 1024 * 1024
 def claim(directory: str, after: int, text: str) -> "tuple[int, str, str, float]":
     """Return the number, the state, the text, and the age in seconds of the newest claim of an idempotency key.
 
-    `directory` is the directory of the key; a missing directory is created. If no claim has a number above `after` (the number of
-    an abandoned claim, or 0), the function first creates a claim with the text `text`, which describes the caller and its run.
-    The state is `UNDECIDED`, `SUBMITTED` or `ABANDONED`. Raises OSError if no claim can be created.
+    `directory` is the directory of the key; a missing directory is created. `after` is the number of the last claim that the
+    caller knows to be abandoned, or 0. If there is no claim with a higher number, the function first creates one, with the text
+    `text`, which describes the caller and the caller's run. The state is `UNDECIDED`, `SUBMITTED` or `ABANDONED`. Raises OSError
+    if no claim can be created.
     """
     files.make_dir(directory)
     while True:
@@ -73,12 +77,12 @@ def _state(path: str) -> str:
 def listing(base: str, squeue: "Sequence[str]", timeout: float, known: "Sequence[str]") -> "dict[str, Any]":
     """List the submitted runs below the base directory `base`, and run the squeue command `squeue`.
 
-    `known` has the names of the runs of which only the name is wanted. The command may take `timeout` seconds. Returns a dict
-    with two keys:
+    `known` has the names of the runs about which the caller needs no facts. The command may take `timeout` seconds. Returns a
+    dict with two keys:
         runs: a dict for each run. For a run in `known`, the dict has only the `name`, and `known`, which is True. For another
-            run, `known` is False, and the dict also has the content of the run's file `HANDLE` as `handle`, the `age` of this
-            file in seconds, the `job_id`, and the name of the sensor that reports the end of the run as `reporter`. An unknown
-            `job_id` or `reporter` is "".
+            run, `known` is False, and the dict also has these keys: `handle`, the content of the run's file `HANDLE`; `age`, the
+            age of this file in seconds; `job_id`, which is "" if the id is not stored; and `reporter`, the name of the sensor
+            that reports the end of the run, which is "" if no sensor was chosen.
         queue: the exit code, the output and the error output of the command. If all runs are in `known`, the command is not run,
             and the exit code is 0.
     """
@@ -107,7 +111,8 @@ def listing(base: str, squeue: "Sequence[str]", timeout: float, known: "Sequence
 def take_report(run_dir: str, sensor: str) -> str:
     """Choose the sensor called `sensor` to report the end of a run, unless a sensor is chosen already; return the chosen name.
 
-    Returns "" if no sensor is to report the end of the run; the run directory `run_dir` then has no file `REPORTER`.
+    The choice renames the file `REPORTER` in the run directory `run_dir`. Returns "" if there was never such a file, because then
+    no sensor is to report the end of the run.
     """
     with contextlib.suppress(FileNotFoundError):  # The file that is renamed exists once, so that one sensor alone succeeds.
         os.rename(os.path.join(run_dir, REPORTER), os.path.join(run_dir, REPORTER + "." + sensor))

@@ -1,4 +1,4 @@
-"""Keeps a list of nodes that failed a health check in the base directory, for all runs of this user: one file for each node.
+"""Keeps a list of the nodes that failed a health check, for all runs of this user. The base directory has a file for each node.
 
 Processes on any machine write and read the files without locks. Ages are differences between times of the file system.
 """

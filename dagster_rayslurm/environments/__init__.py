@@ -81,7 +81,7 @@ class InstalledEnvironment(SentEnvironment):
 
 
 class UvEnvironment(InstalledEnvironment):
-    """An environment made on the cluster from the wheels in a lock file of uv, which this machine fetches and sends."""
+    """An environment made on the cluster from wheels in a lock file of uv. This machine fetches and sends the wheels."""
 
     kind: Literal["uv"] = "uv"
     """Tells the environments apart in configuration."""
@@ -97,7 +97,7 @@ class UvEnvironment(InstalledEnvironment):
 
 
 class PixiEnvironment(InstalledEnvironment):
-    """An environment made on the cluster from the packages in a lock file of pixi, which this machine fetches and sends."""
+    """An environment made on the cluster from packages in a lock file of pixi. This machine fetches and sends the packages."""
 
     kind: Literal["pixi"] = "pixi"
     """Tells the environments apart in configuration."""

@@ -70,8 +70,9 @@ def facts_of(
     """Return the path of an environment on the cluster and the environment's `Facts`.
 
     `ray` is None for a payload without Ray, and `needs_pipes` is True for a payload with Dagster Pipes. Raises `StartError` if
-    the environment cannot run such a payload. Some container images can be opened only in a job, with Pyxis; then the facts have
-    no versions, and only the existence of the image is checked.
+    the environment cannot run such a payload. For a container that Pyxis (a plugin of srun) starts, the facts have no versions,
+    because only a job can look into the image. The function then checks only whether srun has Pyxis, and whether the image exists
+    if the image is a path.
 
     The edge node caches the facts in the directory `cache_dir` for up to a day, as long as Python and the directories on the
     import path do not change. This process caches the facts for five minutes. Before cached facts lead to an error, the
@@ -135,7 +136,7 @@ def _problem(found: Mapping[str, Any], path: str, named: str) -> str:
 
 
 def refusal(facts: Facts, path: str, ray: RaySpec | None, needs_pipes: bool) -> str | None:
-    """Return a sentence with the reason why an environment cannot run a payload and the remedy; None if the environment can.
+    """Return a sentence with the reason why an environment cannot run a payload, and with the remedy; None if there is no reason.
 
     `path` is the name of the environment in the sentence. `ray` is None for a payload without Ray, and `needs_pipes` is True for
     a payload with Dagster Pipes.

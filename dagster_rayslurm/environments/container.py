@@ -178,9 +178,9 @@ _MADE = 'for place in {targets} "$HOME"; do mkdir -p "$2/image$place" || exit; d
 def send_container(connection: Connection, environment: ContainerEnvironment, base: str, ensure: Callable[[Recipe], str]) -> str:
     """Install a prefix whose Python runs inside a container of the image; returns the path of the prefix on the cluster.
 
-    `base` is the base directory on the cluster. `ensure` is called with each recipe that is needed; it builds the prefix of the
-    recipe if this prefix is missing, and returns the path of the prefix. Raises `ValueError` if the image or a mount cannot be
-    used; the error message names the remedy.
+    `base` is the base directory on the cluster. The function calls `ensure` with each recipe that it needs. `ensure` must build
+    the prefix of this recipe if the prefix is missing, and return the path of the prefix. Raises `ValueError` if the image or a
+    mount cannot be used; the error message names the remedy.
     """
     check_no_variable(environment.image, "environment: image")
     mounts = _mounts(environment, base, lambda path: expand_home(connection, path))

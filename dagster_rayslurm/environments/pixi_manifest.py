@@ -90,7 +90,8 @@ def misfit(package: str, spec: str, versions: Mapping[str, str]) -> str:
     """Return a phrase such as "lacks numpy" if a lock lacks a PyPI package or has an unwanted version of it; "" if the lock fits.
 
     `package` is the name of the package, and `spec` the wanted version specifier; "" for any version. `versions` are the versions
-    in the lock by canonical package name; a version that begins with "<" is not known, and fits.
+    in the lock by canonical package name. A text that begins with "<", such as "<conda>", stands for an unknown version, which
+    always fits.
     """
     version = versions.get(canonicalize_name(package))
     if version is None:

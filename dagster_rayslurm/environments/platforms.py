@@ -1,4 +1,4 @@
-"""Detects the platform of the compute nodes, for which an environment is built, by a command that `srun` runs on a node."""
+"""Detects the platform for which an environment is built. `srun` runs a command on a compute node to find the node's platform."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def look_at(connection: Connection, wanted: str, queues: Sequence[SlurmQueueConf
 
     Args:
         connection: the connection to the edge node.
-        wanted: the command or path of the Python that the platform lists; "" to list all Pythons with a usual name.
-        queues: the configurations of jobs that will use the platform.
+        wanted: the Python to look for, as a command or path; "" for all Pythons with a usual name.
+        queues: the queue configurations of the jobs that will use the environment.
         age: seconds for which an earlier answer of a machine is used again.
         log: a logger.
 
