@@ -17,21 +17,21 @@ _ESCAPE_CODES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b
 
 
 class FailureKind(TextEnum):
-    """A kind of failure, which is the value of `RunFailure.kind`: the part of a run that failed."""
+    """A kind of failure, which is the value of `RunFailure.kind`: mostly the part of a run that failed."""
 
-    CONFIGURATION = "configuration"
-    CONNECTION = "connection"
-    SUBMISSION = "submission"
-    ALLOCATION = "allocation"
-    CLUSTER_START = "cluster-start"
-    CLUSTER_LOST = "cluster-lost"
-    ENVIRONMENT = "environment"
-    PAYLOAD = "payload"
-    PIPES = "pipes"
-    RECORD = "record"
-    RUNTIME = "runtime"
-    CANCELLED = "cancelled"
-    SUPERSEDED = "superseded"
+    CONFIGURATION = "configuration"  # A setting or an argument is wrong.
+    CONNECTION = "connection"  # The edge node cannot be reached, or refuses the login.
+    SUBMISSION = "submission"  # Slurm refused the job, or did not answer.
+    ALLOCATION = "allocation"  # The Slurm job did not get its nodes, or ended before the payload.
+    CLUSTER_START = "cluster-start"  # The Ray cluster did not start.
+    CLUSTER_LOST = "cluster-lost"  # The Ray cluster ended while the payload ran.
+    ENVIRONMENT = "environment"  # The Python environment cannot be made, or cannot run the payload.
+    PAYLOAD = "payload"  # The payload (the user's script or command) failed.
+    PIPES = "pipes"  # The payload ended with exit code 0, but did not report its results correctly through Dagster Pipes.
+    RECORD = "record"  # Files of the run directory could not be read or written, or an output file could not be copied.
+    RUNTIME = "runtime"  # The runtime (this package's program on the nodes) did not start, or ended too early.
+    CANCELLED = "cancelled"  # A user or a program ended the run.
+    SUPERSEDED = "superseded"  # A later attempt at the step has taken the payload over; only the later result counts.
 
 
 # Kinds of failure after which a retry of the whole step cannot succeed.
@@ -41,8 +41,9 @@ _FINAL = ("configuration", "submission", "environment", "record", "cancelled", "
 def may_retry(kind: FailureKind | None, retry: bool | None = None) -> bool:
     """Returns whether a `RetryPolicy` may retry a step that failed with a failure of this kind.
 
-    If `retry` is not None, the result is `retry`: it says so for one failure, whatever its kind is. Otherwise, the result is True
-    for a kind of failure after which another attempt may succeed, and False for any other kind, and for None (no failure).
+    `retry` is the answer for a single failure, and overrides the kind; None if the kind decides. If the kind decides, the result
+    is True for a kind after which another attempt may succeed, and False for any other kind. If `kind` is None, there is no
+    failure, and the result is False.
     """
     return kind is not None and kind not in _FINAL if retry is None else retry
 

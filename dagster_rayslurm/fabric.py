@@ -1,4 +1,6 @@
-"""Environment variables for the network between the nodes, and a warning if NCCL's log shows that NCCL uses TCP sockets instead.
+"""Environment variables that select the network between the nodes, and a warning if NCCL uses slow TCP sockets.
+
+NCCL is the library by which GPUs communicate. The warning comes from NCCL's own log, in the output of the payload.
 
 Sources: NCCL user guide, "Environment Variables" (2.27); fi_efa(7) of libfabric 1.17 and 2.1; PyTorch's documentation of
 torch.distributed for gloo; src/init.cc of NCCL 2.21 to 2.27 for the lines of its log.
@@ -33,7 +35,7 @@ _LONGEST = 65536  # Most characters that are kept of a line whose end has not co
 
 
 def fabric_variables(fabric: str, interface: str | None) -> dict[str, str]:
-    """Returns the environment variables for the network preset `fabric`, a value of the launcher's field; {} for "none".
+    """Returns the environment variables for the network preset `fabric`, one of `FABRICS`; {} for "none".
 
     If `interface` is set, the result also has the variables that tell the libraries to use this network interface, such as "ib0".
     """

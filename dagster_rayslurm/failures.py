@@ -62,10 +62,10 @@ def retry_policy_for(
 ) -> dg.RetryPolicy:
     """Returns a `RetryPolicy` that retries a `RunFailure` only if the failure's kind is in `kinds`.
 
-    Other exceptions are retried as usual. By default, a policy never retries some kinds, such as `submission`; if `kinds` has
-    such a kind, all failures of this kind are retried. By default, a policy retries other kinds, such as `allocation`, but not
-    single failures after which another attempt cannot succeed, such as that of a job that reached its time limit; these failures
-    are not retried here, either.
+    Exceptions other than `RunFailure` are retried as usual. A `RetryPolicy` of Dagster does not retry most failures of some
+    kinds, such as `submission`. If you name such a kind here, all its failures are retried. A `RetryPolicy` of Dagster does retry
+    the other kinds, such as `allocation`, except single failures after which another attempt cannot succeed. An example is a job
+    that reached its time limit. The policy of this function does not retry these single failures, either.
 
     Example:
         ```python

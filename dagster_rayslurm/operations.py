@@ -54,8 +54,8 @@ def run(resource: ComputeFields, context: Context, extras: PipesExtras | None, *
     """Run the payloads of one call of `ComputeResource.run` or `run_partitions`, and wait until all payloads have ended.
 
     `extras` are the Pipes extras. `arguments` are the other arguments of the call; for `run_partitions`, `arguments` also contain
-    `by_partition=True`. Returns the result for the user's asset. Raises `RunFailure` if the call is invalid, or unless all
-    payloads succeed.
+    `by_partition=True`. Returns the result for the user's asset. Raises `RunFailure` if the call is invalid, or if a payload
+    fails.
     """
     return drive(_running(resource, _op_context(context), extras, **arguments))
 
@@ -263,10 +263,10 @@ def end_cluster(resource: ComputeFields, cluster_id: str) -> bool:
 
 
 def end_run(resource: ComputeFields, context: dg.InitResourceContext) -> None:
-    """End the sessions that belong to the Dagster run in `context` alone (scope "run"), if all steps of this run have ended.
+    """End the sessions with scope "run", which belong to the single Dagster run in `context`, when all its steps have ended.
 
-    If a step has not ended yet, the function does nothing. If the cluster cannot be reached, the function logs a warning; the
-    sessions then end by themselves when they have been idle for `idle_timeout`.
+    If a step of the run has not ended or never started, the function does nothing. If the cluster cannot be reached, the function
+    logs a warning. In both cases, the sessions end by themselves when they have been idle for `idle_timeout`.
     """
     run, instance = context.run, context.instance
     if run is None or instance is None or run.execution_plan_snapshot_id is None:

@@ -1,6 +1,7 @@
 """Installs environments on the cluster: one prefix for each recipe, named by the hash of the recipe.
 
 A prefix is the directory of an installed environment. A recipe lists the files to send and the commands that build the prefix.
+Each file of a recipe is a `Piece`, which can fetch or build the file on this machine.
 
 The steps are the same for uv, pixi and packed environments: detect the platform of the cluster, write a recipe for the platform
 on this machine, send the files of the recipe that the cluster lacks, and run the commands of the recipe on the cluster once. The
@@ -70,11 +71,12 @@ def send_environment(
         base: the absolute path of the base directory.
         log: a logger.
         queues: the prefix is built for the nodes that these configurations ask for; without queues, for the edge node.
-        progress: a function that is called during transfers with the bytes sent and the size; None to log long transfers.
+        progress: a function that is called during the transfer of each file, with the number of bytes sent and the size of the
+            file. If None, long transfers are logged instead.
         make: whether to build a missing prefix. If False, a missing prefix is an error.
 
     Raises:
-        StartError: the environment cannot be made, or the prefix is missing and `make` is False; the sentence says what to do.
+        StartError: the environment cannot be made, or the prefix is missing and `make` is False.
         OSError: the cluster cannot be reached, or a file cannot be sent.
     """
     if not isinstance(environment, SentEnvironment):
@@ -177,7 +179,7 @@ def _writer(environment: Environment) -> tuple[str, Callable[[Any, Platform], Re
 
 
 def fetch(pieces: Sequence[Piece], log: Any) -> list[str]:
-    """Fetch or build files, and return the paths on this machine; raises `StartError` if a file cannot be fetched or built."""
+    """Fetch or build the files of a recipe, and return their paths on this machine; raises `StartError` if this fails."""
     found: list[str] = []
     logged_at = time.monotonic()
     try:
@@ -228,10 +230,11 @@ def _make(connection: Connection, recipe: Recipe, title: str, base: str, log: An
 
 
 def _send_commands(connection: Connection, environment: CommandEnvironment, base: str, warn: Callable[[str], None]) -> str:
-    """Send a directory with an `activate.sh` that runs the commands; returns the path of the directory on the cluster.
+    """Send a directory with the script `activate.sh` to the cluster; returns the path of the directory there.
 
-    If the environment names a Python, the directory also has a `bin/python` that starts this Python. `warn` is called with a
-    sentence if a group may write to the base directory `base`.
+    The script runs the commands that the user has set in `environment`. If `environment` names a Python, the directory also has a
+    `bin/python` that starts this Python. `base` is the base directory. If other users in its group may write to it, the function
+    calls `warn` with a sentence about this.
     """
     texts = {"activate.sh": activate_script(environment.commands)}
     if environment.python is not None:

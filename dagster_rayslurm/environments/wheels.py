@@ -1,6 +1,7 @@
 """Wheels for a cluster: selects, fetches and builds wheels, and provides uv to install the wheels there.
 
-Only this machine needs the internet.
+A `Piece` is a file to send to the cluster; this machine fetches or builds the file only if need be. Only this machine needs the
+internet.
 """
 
 from __future__ import annotations
@@ -334,7 +335,7 @@ def install_command(there: Piece, wheels: list[Piece], *options: str) -> list[st
     """Return the command with which uv installs wheels into the prefix (the directory of the environment) on the cluster.
 
     `there` is the executable of uv that is sent, and `wheels` are the wheels that are sent. `options` are further options of
-    `uv pip install`.
+    `uv pip install`. In the result, a `Piece` stands for the path of the sent file on the cluster.
     """
     arguments = "--no-index", "--no-deps", "--no-cache", COMPILE, *options
     return [there, "pip", "install", *ISOLATED, *arguments, "--python", f"{PREFIX}/bin/python", *wheels]

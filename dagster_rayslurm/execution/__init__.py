@@ -1,4 +1,4 @@
 """Runs payloads from their start to a verdict (success, or a kind of failure), in the same way for every execution mode.
 
-Begin with `run.executing`.
+To read the code, begin with the function `executing` in `run.py`.
 """

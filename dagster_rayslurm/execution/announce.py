@@ -26,7 +26,7 @@ _TRIES = 5  # Tries to write tags that a step on another host overwrites at the 
 
 
 class Announced(Protocol):
-    """The ids of a Slurm job and of its Ray cluster, as a payload, a job array and the handle of a submitted run have them."""
+    """An object with the ids of a Slurm job and of its Ray cluster: a payload, a job array, or the handle of a submitted run."""
 
     @property
     def job_id(self) -> str | None: ...
@@ -80,11 +80,11 @@ def _has_several_steps(instance: dg.DagsterInstance, plan_id: str | None) -> boo
 
 
 def write_tags(instance: dg.DagsterInstance, run_id: str, tags: Mapping[str, str], base: Path) -> None:
-    """Add `tags` to a Dagster run, and make sure that a tag of a single step (`JOB_ID.STEP`) is not lost.
+    """Add `tags`, a result of `job_tags`, to a Dagster run, and make sure that the tag that names the step is not lost.
 
-    Dagster reads all tags of a run, adds the new tags, and writes the result, so two steps that do so at the same time may drop
-    each other's tags. Steps on this machine take turns, by a lock on a file in the directory `base`. A step on another host does
-    not see the lock; therefore the function reads the run again, and repeats the write if the step's tag is missing, up to
+    Dagster reads all tags of a run, adds the new tags, and writes the result. Two steps that do so at the same time may therefore
+    drop each other's tags. Steps on this machine take turns, by a lock on a file in the directory `base`. A step on another host
+    does not see the lock. Therefore the function reads the run again, and repeats the write if the step's tag is missing, up to
     `_TRIES` writes in all.
     """
     # The common tags are those of the latest payload, so only the tags of a step must last.

@@ -1,4 +1,8 @@
-"""Do the steps of a run for a caller in an event loop. No thread blocks while the run's payloads wait and run."""
+"""Runs the steps of a run for a caller in an event loop. No thread blocks while the run's payloads wait and run.
+
+The steps of a run are a generator of type `Steps`: it yields payloads, and its caller follows these payloads until they have
+ended, and then continues the generator. The hub of the cluster follows the payloads in one thread, for all such callers.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,8 @@ class _Done(Generic[T]):
 async def drive_async(steps: Steps[T], hub: Hub) -> T:
     """Coroutine that runs the generator `steps` to its end without blocking the event loop; returns the generator's result.
 
-    The generator runs in threads of `hub`, and `hub` follows the payloads that it yields. Exceptions of the generator are raised.
+    The generator runs in threads of `hub`, and `hub` also follows the payloads that the generator yields. Exceptions of the
+    generator are raised.
 
     The first cancellation of the calling task ends the payloads as an interrupt does, with a grace period. A second cancellation
     ends the payloads at once. After a cancellation, `CancelledError` is raised, but only when the payloads have ended.
@@ -42,10 +47,11 @@ async def drive_async(steps: Steps[T], hub: Hub) -> T:
     async def end_of(future: Future[Any], following: Following | None = None) -> None:
         """Wait until `future` is done.
 
-        `following` has the payloads whose ends `future` reports; None if `future` reports other work. At the first cancellation
-        of the task, the function tries to cancel `future`. If this works, or if `following` is not None, it returns early. At any
-        other cancellation, it goes on waiting. From the second cancellation on, each one also calls `following.hurry`, which ends
-        the payloads at once.
+        If `following` is None, `future` stands for the work of a thread. The first cancellation of the task then cancels work
+        that has not begun, and the function returns. Work that has begun is awaited, whatever is cancelled.
+
+        Otherwise, `future` reports the ends of the payloads in `following`. The function then returns at the first cancellation
+        of the task. At each later cancellation, it calls `following.hurry`, which ends the payloads at once, and goes on waiting.
         """
         nonlocal cancelled, hurried
         done, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -105,10 +111,14 @@ async def drive_async(steps: Steps[T], hub: Hub) -> T:
 def _advance(steps: Steps[T], followed: Followed | None, error: BaseException | None) -> Following | _Done[T]:
     """Continue the generator `steps` to its next `yield`; returns the payloads that the generator yields.
 
-    If the generator ends, the function returns the generator's result in a `_Done`. `followed` has the payloads that the
-    generator yielded last, which the hub follows (the thread that reads the records of all payloads). The hub is told to stop
-    following them. `followed` is None if the hub follows no payloads yet. If `error` is not None, `error` is raised inside the
-    generator, at its last `yield`. An exception that the generator does not catch is raised.
+    If the generator ends, the function returns the generator's result in a `_Done`. An exception that the generator does not
+    catch is raised.
+
+    Args:
+        steps: The generator.
+        followed: The payloads that the hub follows since the last `yield`; the hub now stops following them. None if the hub has
+            not followed any.
+        error: The exception to raise inside the generator, at its last `yield`; None to continue the generator normally.
     """
     if followed is not None:
         followed.leave()

@@ -1,8 +1,8 @@
 """Keeps the files of Dagster's event log open while a step writes thousands of events.
 
 Dagster's SQLite storage opens and closes a database for each event. At each opening, the storage compiles its SQL again. At each
-closing, SQLite copies the write-ahead log into the database. Both take most of the time that an event takes (Dagster 1.13:
-`SqliteEventLogStorage._connect`).
+closing, SQLite copies the write-ahead log into the database. Together, this is most of the time that an event takes (Dagster
+1.13: `SqliteEventLogStorage._connect`).
 """
 
 from __future__ import annotations

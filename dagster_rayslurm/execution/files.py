@@ -82,9 +82,9 @@ def discard(connection: Connection, path: str) -> None:
 def sweep_old_files(backend: Backend, home: Layout, retention_days: float) -> None:
     """Remove run directories and other files of this package that were not used for `retention_days` days.
 
-    The files are on this machine, below the base directory with the paths `home`, and on the machine or cluster where payloads
-    run (see `Backend.sweep`). Does nothing if this process has called the function for the same base directory less than an hour
-    ago.
+    The function removes files from the base directory on this machine, whose paths `home` has. It also removes files from the
+    base directory on the machine or cluster where payloads run (see `Backend.sweep`). Does nothing if this process has called the
+    function for the latter directory less than an hour ago.
     """
     now, base = time.monotonic(), (backend.connection.place, backend.layout.base)
     if now - _last_sweep.get(base, -_SWEEP_INTERVAL) >= _SWEEP_INTERVAL:

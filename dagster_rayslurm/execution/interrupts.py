@@ -13,9 +13,9 @@ _ENDED_BY_USER = (dg.DagsterRunStatus.CANCELING, dg.DagsterRunStatus.CANCELED)
 def is_service_stop(context: dg.OpExecutionContext, interrupt: BaseException) -> bool:
     """Returns True if `interrupt` means that this Dagster process is stopped from outside, and False if a person ends the run.
 
-    A person ends a run by Ctrl-C in a terminal, or by Dagster's terminate button. The result is False if this process has a
-    terminal, or if `interrupt` is another kind of exception. If Dagster's storage does not say whether the button was pressed,
-    the result is True.
+    A person ends a run by Ctrl-C in a terminal, or by Dagster's terminate button. The result is therefore False if this process
+    has a terminal. If Dagster's storage does not say whether the button was pressed, the result is True. For an exception that is
+    no interrupt (see `INTERRUPTS`), the result is False.
     """
     if not isinstance(interrupt, INTERRUPTS) or has_terminal():
         return False

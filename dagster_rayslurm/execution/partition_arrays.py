@@ -1,6 +1,7 @@
-"""Run each chunk of a step's partitions in an allocation of its own.
+"""Runs each chunk of a step's partitions in an allocation of its own.
 
-This module submits or finds the job arrays, follows and judges them, and cleans up.
+A chunk is one partition, or several that share a process. Slurm's job arrays run the chunks: each element of an array is a job
+for one chunk. This module submits or finds the job arrays, follows and judges them, and cleans up.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def execute_arrays(
     """Run the partitions of a step that are not materialized yet as elements of job arrays; wait until all have ended.
 
     Each element runs up to `chunk` partitions. `extras` are the Pipes extras. `max_concurrent` is the largest number of elements
-    that run at the same time; None is no limit. Returns the result for the user's asset. Raises RunFailure unless all partitions
-    succeeded.
+    that run at the same time; None means no limit. Returns the result for the user's asset. Raises RunFailure unless all
+    partitions succeeded.
     """
     results = results_so_far(context, plan, resource, chunk)
     if not results.missing:
@@ -79,7 +80,7 @@ def execute_arrays(
 class _History:
     """What is known about the ends of one array's elements, to tell a cancelled array from cancelled single elements."""
 
-    waited: bool = False  # Whether elements that waited were cancelled together.
+    waited: bool = False  # Whether Slurm cancelled at once all elements that still waited to start.
     first_cancelled: float = math.inf  # When the first cancelled element ended; infinite if none was.
     last_other: float = -math.inf  # When the last element that was not cancelled ended.
 
@@ -94,12 +95,11 @@ class _History:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the whole array seems to be cancelled, and not only single elements, as far as is known now.
+        """Whether the whole array seems to be cancelled, and not only single elements.
 
-        The value is True if Slurm cancelled the waiting elements of the array together; it then stays True. The value is also
-        True if at least one element was cancelled, and every other element that has ended so far ended earlier than the first
-        cancelled element. In this case, the value becomes False when another element ends later. So the value is certain only
-        when no element runs any more.
+        The value is True if Slurm cancelled at once all elements that still waited to start. The value is also True if at least
+        one element was cancelled, and no element has ended in another way since the first cancellation. An element that still
+        runs may end in another way later. So this value is certain only when no element runs any more.
         """
         return self.waited or self.last_other < self.first_cancelled < math.inf
 

@@ -56,14 +56,16 @@ class PartitionResults:
     """
 
     context: dg.OpExecutionContext
-    keys: Mapping[str, str]  # By key as text: Dagster's key, which has several parts if partitions have dimensions.
+    # Dagster's key of each partition, by the text of the key. If partitions have several dimensions, Dagster's key is a
+    # `MultiPartitionKey`, which also has the key of each dimension.
+    keys: Mapping[str, str]
     done: set[str]  # Partitions that are materialized.
-    uses_pipes: bool
-    require_messages: bool
+    uses_pipes: bool  # Whether the payload opens Dagster Pipes.
+    require_messages: bool  # Whether a payload that uses Pipes fails if it does not open and close Pipes.
     failed: dict[str, Verdict] = field(default_factory=dict)  # Why partitions failed.
     told: set[str] = field(default_factory=set)  # Failed partitions that an earlier attempt has logged.
     handler: Any = None  # Dagster's handler of all other Pipes messages.
-    # Returns the ownership of the payload; only its owner materializes partitions.
+    # Returns this attempt's claim to own the payload. Only the attempt that owns the payload materializes partitions.
     owner: Callable[[], Ownership] = lambda: UNCONTESTED
     chunk: int = 1  # Most partitions of one chunk.
     loss_timeout: float = 86400.0  # Seconds for which the cluster may be out of reach.
@@ -83,9 +85,9 @@ class PartitionResults:
     def attach(self, pipes: RecordPipes, owner: Callable[[], Ownership]) -> tuple[PipesContextData, Any]:
         """Use this object for the payload of `pipes`; returns the payload's Pipes context, and this object as message handler.
 
-        The Pipes context names the partitions that are not materialized; the method reads again which these are. Therefore the
-        caller first makes sure that no earlier attempt materializes partitions any more. `owner` returns the ownership of the
-        payload.
+        The Pipes context names the partitions that the payload must compute. To find these partitions, the method asks Dagster
+        once more which partitions are materialized. Before the call, the caller must make sure that no earlier attempt
+        materializes partitions any more. `owner` returns this attempt's claim to own the payload.
         """
         self.handler, self._pipes, self.owner = pipes.handler, pipes, owner
         self.done |= materialized(self.context) & set(self.keys)
@@ -120,9 +122,9 @@ class PartitionResults:
     ) -> Verdict:
         """Judge a chunk that has ended, and return the verdict.
 
-        If this attempt owns the payload, the function materializes all partitions of a chunk that succeeded, and those partitions
-        of a failed chunk that its payload has reported. All other partitions fail. Logs why a partition failed, for the first
-        `_LOGGED` failed partitions.
+        The method materializes all partitions of a chunk that succeeded. Of a failed chunk, it materializes the partitions that
+        the chunk's process has reported as made; the other partitions fail. If this attempt does not own the payload, nothing is
+        materialized. Logs why a partition failed, for the first `_LOGGED` failed partitions.
 
         Args:
             keys: The keys of the chunk's partitions.
@@ -174,8 +176,8 @@ class PartitionResults:
 
         The key None has those materializations that are for all partitions of the chunk. `lines` are the messages as JSON. The
         facts in the messages are added to `evidence`. Log messages and custom messages go to Dagster. A malformed message sets
-        `evidence.message_error`. If an earlier attempt has `told` that the partitions failed, nothing goes to Dagster, and the
-        result is empty.
+        `evidence.message_error`. `told` says whether an earlier attempt has already logged that the partitions failed. If `told`
+        is True, nothing goes to Dagster, and the result is empty.
         """
         reported = defaultdict[str | None, Any](lambda: dg.PipesMessageHandler(self.context, self._pipes))
         for line in lines:
@@ -227,7 +229,10 @@ class PartitionResults:
         return str(payload["partition"])
 
     def _as_materialization(self, payload: Mapping[str, Any]) -> Any:
-        """Returns the Pipes message of a materialization that the `payload` of a custom message describes."""
+        """Returns a Pipes message that reports a materialization.
+
+        `payload` describes the materialization: it is the value that a process passed to `pipes.report_custom_message`.
+        """
         metadata = {name: {"raw_value": value, "type": "__infer__"} for name, value in (payload.get("metadata") or {}).items()}
         asset, version = self.asset_key.to_escaped_user_string(), payload.get("data_version")
         params = {"asset_key": asset, "metadata": metadata, "data_version": version}
@@ -255,9 +260,10 @@ class PartitionResults:
         self.failed.pop(key, None)
 
     def _chunks(self) -> list[Chunk]:
-        """Returns the missing partitions in chunks; no chunk goes over a partition that is materialized.
+        """Returns the missing partitions in chunks of partitions that follow each other directly.
 
-        The chunks divide all partitions of the run, so that a retry divides them in the same way.
+        The method divides all partitions of the run into chunks, so that the borders are the same in a retry. It then leaves out
+        the partitions that are materialized. If such a partition was in the middle of a chunk, the chunk becomes two chunks.
         """
         chunks, follows = list[Chunk](), False
         for place, key in enumerate(self.keys):
@@ -313,9 +319,10 @@ class PartitionResults:
 
 
 def results_so_far(context: dg.OpExecutionContext, plan: Plan, resource: ComputeFields, chunk: int) -> PartitionResults:
-    """Returns a new `PartitionResults`, in which the partitions that earlier attempts at this step have materialized are done.
+    """Returns a new `PartitionResults` for a step.
 
-    `chunk` is the largest number of partitions that share a process. If there are such partitions, logs their number.
+    The field `done` of the result has the partitions that earlier attempts at this step have materialized. If there are any, the
+    function logs their number. `chunk` is the largest number of partitions that share a process.
     """
     keys, done = {str(key): key for key in context.partition_keys}, materialized(context)
     if found := done & set(keys):

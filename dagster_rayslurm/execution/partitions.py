@@ -1,7 +1,7 @@
-"""Run a payload once for each chunk of a step's partitions.
+"""Runs the user's command once for each chunk of a step's partitions.
 
-All chunks are one payload, `runtime.payload.partition_runner`, which runs the user's command for each chunk. The runner reports
-the end of each chunk by one Pipes message.
+A chunk is one partition, or several that share a process. All chunks run in one payload, `runtime.payload.partition_runner`,
+which runs the user's command for each chunk. The runner reports the end of each chunk by one Pipes message.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check_context(context: dg.OpExecutionContext, max_concurrent: int | None, ch
 
 
 def with_runner(plan: Plan, max_concurrent: int | None) -> Plan:
-    """Returns a copy of `plan` with a payload that runs the command of `plan` once for each chunk.
+    """Returns a copy of `plan` whose payload is the runner, which runs the command of `plan` once for each chunk.
 
     `max_concurrent` is the largest number of chunks that run at the same time; None means the number of CPUs of the node.
     """
@@ -64,8 +64,7 @@ def execute_partitions(
     """Run one payload for all partitions of a step that are not materialized yet, and wait until all partitions have ended.
 
     `plan` comes from `with_runner`. `extras` are the Pipes extras. `chunk` is the largest number of partitions that share a
-    process. Returns the result for the user's asset. Raises RunFailure
-    unless all partitions succeeded.
+    process. Returns the result for the user's asset. Raises RunFailure unless all partitions succeeded.
     """
     results = results_so_far(context, plan, resource, chunk)
     if not results.missing:

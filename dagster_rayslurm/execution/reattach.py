@@ -62,13 +62,13 @@ def next_call(context: dg.OpExecutionContext) -> int:
 class Launch:
     """What is needed to start a payload in a new run directory, or to continue the payload of an earlier attempt."""
 
-    step: Step  # Its field `owner` says which attempt owns the payload.
+    step: Step  # This attempt at the step; the field `owner` of the step says whether this attempt owns the payload.
     plan: Plan  # After a reattach, with the nonce (a random text) of the earlier attempt.
     name: str  # Name of the run directory.
     state: ReattachState = field(default_factory=ReattachState)  # What an earlier attempt already showed in Dagster.
     forget: Callable[[], None] = lambda: None  # Called once no later attempt needs to know what was shown.
     history: AttemptHistory | None = None  # None if no later attempt at the step finds the payload.
-    submitted: bool = False  # Whether its handle finds the payload.
+    submitted: bool = False  # Whether `ComputeResource.submit` started the payload; then any attempt finds it by its `RunHandle`.
 
     @property
     def lasts(self) -> bool:
@@ -96,10 +96,10 @@ def reattach_or_new(
 ) -> Launch:
     """Returns a launch that continues the payload of the earlier attempt; if that is impossible, a launch of a new payload.
 
-    The earlier payload is continued if it runs the same plan, has not failed, and has an owner that has not begun to end or judge
-    it. This attempt then becomes the owner. If the owner died while ending the payload, this function ends the payload, and
-    returns a launch of a new one. Raises OSError if the cluster does not answer, and StartError if the earlier payload does not
-    end.
+    The owner of a payload is the attempt that follows the payload; only the owner may end or judge it. The earlier payload is
+    continued if it runs the same plan and has not failed, and if its owner has not begun to end or judge it. This attempt then
+    becomes the owner. If the owner has begun to do so, this function ends the payload, and returns a launch of a new payload.
+    Raises OSError if the cluster does not answer, and StartError if the earlier payload does not end.
 
     Args:
         context: The context of the step.

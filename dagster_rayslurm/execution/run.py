@@ -1,4 +1,8 @@
-"""Run the payload of a run to its verdict. With topology "separate", run one payload for each component, all together."""
+"""Runs the payload of a run to its verdict. With topology "separate", runs one payload for each component, all together.
+
+A generator of type `Steps` does the work, so that a run needs no thread of its own. The generator yields payloads, and its caller
+follows these payloads until they have ended, and then continues the generator. `drive` is such a caller.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +48,8 @@ if TYPE_CHECKING:
     from .partition_results import PartitionResults
 
 T = TypeVar("T")
-# The steps of a run. It yields the payloads that are to be followed, and goes on when they have ended, or with the exception that
-# interrupts the caller. Between two steps, another thread may go on with it.
+# The steps of a run: a generator that yields the payloads to follow. Its caller continues it when the payloads have ended, or
+# raises inside it the exception that interrupts the caller. Each step may run in another thread.
 Steps = Generator[Following, None, T]
 
 Component = str | None  # The name of a component; None if the run has a single payload.
@@ -146,7 +150,7 @@ class FollowedPayload:
     plan: Plan
     running: RunningPayload
     follower: Follower
-    start_by: float  # The value of `time.monotonic()` by which its runtime must have started.
+    start_by: float  # The value of `time.monotonic()` by which the payload's runtime must have started.
 
     @property
     def evidence(self) -> Evidence:
@@ -183,11 +187,11 @@ class PayloadRun:
     launch: Launch
     plans: Mapping[Any, Plan]  # By component, in the order of the components in the job.
     on_interrupt: Callable[[], None] = lambda: None  # Called when a person has pressed Ctrl-C.
-    # Whether an interrupt is the end of this Dagster process, and not a person's.
+    # Returns True if an interrupt means that this Dagster process is stopped from outside, and False if a person ends the run.
     is_service_stop: Callable[[BaseException], bool] = lambda _: False
     # Called with the first payload as soon as it has started, its plan, the name of the run directory and the connection.
     on_start: Callable[[RunningPayload, Plan, str, Connection], None] = lambda *_: None
-    # Called when all payloads have succeeded, for a verdict on what they did.
+    # Called when all payloads have succeeded; returns a further verdict, such as a failure if partitions are missing.
     verdict: Callable[[], Verdict] = lambda: SUCCESS
     payloads: dict[Component, FollowedPayload] = field(default_factory=dict)  # Those that have started.
     detached: bool = False  # Whether the payloads were left running for the next attempt at this step.
@@ -218,7 +222,9 @@ class PayloadRun:
         return next(iter(self.payloads.values()))
 
     def completing(self, context: PipesContextData, handler: Any, check: Callable[[Any], object]) -> Steps[Metadata]:
-        """Generator that runs the payloads to their ends, and returns the metadata for Dagster. The caller is `drive`.
+        """Generator that runs the payloads to their ends, and returns the metadata for Dagster.
+
+        The caller must follow the payloads that the generator yields, and then continue it, as `drive` does.
 
         Raises RunFailure unless all payloads succeeded. If unhealthy nodes kept the Ray cluster from starting, and `on_unhealthy`
         of the resource is "exclude-and-retry", the payloads are started once more without these nodes.
@@ -228,7 +234,7 @@ class PayloadRun:
             handler: The handler of the Pipes messages. In a run with components, this handler gets the results of the components
                 merged, after all payloads have ended.
             check: A function that raises an exception for an invalid result. In a run with components, the function is called
-                with each Pipes message that reports a result, as soon as the message comes. Otherwise unused.
+                with each Pipes message that reports a result, as soon as the message comes. In any other run, it is unused.
         """
         try:
             return (yield from self._complete_once(context, handler, check))
@@ -445,10 +451,10 @@ class PayloadRun:
     def _end_interrupted(self, interrupt: BaseException, interrupted_again: Callable[[], bool]) -> Steps[None]:
         """Generator that asks the payloads to end because of `interrupt`, and waits for their ends.
 
-        It yields the payloads that still run, as all `Steps` do: the caller follows them to their end or to the deadline, and
-        continues the generator, which then returns without an exception. The payloads have a grace period to end by themselves.
-        When `interrupted_again` returns True, after a second interrupt, the grace period is over. Payloads that do not end in
-        time are killed. Raises `interrupt` only if a later attempt has taken the payloads over.
+        The generator yields the payloads. The caller follows them until all have ended or the deadline has passed, and then
+        continues the generator. The payloads have a grace period to end by themselves. When `interrupted_again` returns True,
+        after a second interrupt, the grace period is over. Payloads that do not end in time are killed. Raises `interrupt` if a
+        later attempt has taken the payloads over; otherwise raises nothing.
         """
         payloads, log = list(self.payloads.values()), self.log
         for each in payloads:

@@ -115,10 +115,13 @@ def submit_once(
 ) -> RunHandle:
     """Submit a job, unless a job was submitted before for the same key; returns the handle of the one job of the key.
 
-    Each process that wants to submit the job writes a claim into `directory`. Only the process of the first claim submits the
-    job; the others wait for it. If this process has died without a job in Slurm, another process abandons the claim and submits
-    the job. The job id in the result is "" if a job was submitted whose id can no longer be found. Raises StartError if another
-    process has taken this one for dead, and the exceptions of `start` and of the connection.
+    The process that comes first writes a claim into `directory` and submits the job. Any other process finds the claim, and waits
+    until the job has an id. If the process with the claim seems to be dead and Slurm has no such job, a waiting process marks the
+    claim as abandoned, writes a claim of its own and submits the job. The job id in the result is "" if a job was submitted whose
+    id can no longer be found.
+
+    Raises StartError if another process has abandoned the claim of the calling process. Exceptions of `start` and of the
+    connection are raised, too.
 
     Args:
         connection: The connection to the cluster.
@@ -272,7 +275,7 @@ class EndedRun:
     handle: RunHandle
     verdict: Verdict
     metadata: Metadata  # The metadata of the run, without what the payload reported.
-    results: Sequence[dg.MaterializeResult | dg.AssetCheckResult]  # What the payload reported, in its order.
+    results: Sequence[dg.MaterializeResult | dg.AssetCheckResult]  # What the payload reported through Pipes.
 
 
 def look_for_ends(
@@ -338,10 +341,12 @@ def ended_handle(found: Mapping[str, Any], queue: QueueSnapshot) -> RunHandle | 
 
 
 def _is_final(evidence: Evidence, handle: RunHandle, over_for: float) -> bool:
-    """Returns whether the record of a run whose job Slurm has called over for `over_for` seconds will not change any more.
+    """Returns whether the record of a submitted run will not change any more.
 
-    A network file system may show the `end` late, and Slurm may run a requeued job again. The result is therefore False for a
-    while if the record has no `end`, or if Slurm may requeue the job and the `end` tells of a signal.
+    The job of the run has ended in Slurm, and this process has known so for `over_for` seconds. But a network file system may
+    show the `end` of the record late, and Slurm may run a requeued job again. Therefore the result is False for a while in two
+    cases: the record has no `end`, or Slurm may requeue the job and the `end` says that the runtime received a signal. If the job
+    was never submitted, no record can come, and the result is True.
     """
     end = evidence.end
     if not handle.job_id or (end is not None and not (handle.requeue and end.get("reason") == EndReason.TERMINATED)):
@@ -373,10 +378,14 @@ def _read_record(connection: Connection, run_dir: str, handle: RunHandle) -> tup
 
 
 def _complete(evidence: Evidence, connection: Connection, run_dir: str, handle: RunHandle, queue: QueueSnapshot) -> None:
-    """Add to `evidence` the last output of a submitted run that has ended, and if the record does not explain it, Slurm's facts.
+    """Add the last facts about a submitted run that has ended to `evidence`, and prepare the run directory for its removal.
 
-    Also removes the secrets from the run directory. If the run has no output files to fetch, the function marks the run directory
-    so that it may be removed when it is old. `queue` is Slurm's queue after the end of the run.
+    If the record has an `end`, the function adds the last part of the output; otherwise, it adds what `queue`, Slurm's queue
+    after the end of the run, says about the job. If the record does not explain the end of the run, the function also adds
+    Slurm's accounting of the job.
+
+    The function removes the secrets from the run directory. If the run has no output files to fetch, the function marks the run
+    directory so that it may be removed when it is old.
     """
     if evidence.end is not None:
         tail = LineReader(max(0, int(evidence.end.get("stdio_bytes", 0)) - _TAIL))

@@ -37,20 +37,20 @@ class Finished:
     """The result of a payload that was followed to its end."""
 
     run: str  # The name of its run directory.
-    exit_code: int
-    failure: RunFailure | None
-    job_id: str | None
-    outputs: list[str]  # Paths on this machine of the files that the patterns selected.
+    exit_code: int  # The exit code for the `rayslurm` process; 0 if the payload succeeded.
+    failure: RunFailure | None  # None if the payload succeeded.
+    job_id: str | None  # Slurm's job id; None in local mode.
+    outputs: list[str]  # Paths on this machine of the output files, which the plan selects by patterns.
 
 
 @dataclass(frozen=True)
 class Detached:
     """A payload that was started, and that goes on after the `rayslurm` process has ended."""
 
-    run: str
-    directory: str
-    job_id: str | None
-    cluster_id: str
+    run: str  # The name of the run directory.
+    directory: str  # The path of the run directory on the cluster.
+    job_id: str | None  # Slurm's job id; None without Slurm.
+    cluster_id: str  # The id of the Ray cluster.
 
 
 class TerminalPipes:

@@ -41,7 +41,10 @@ class Cadence:
     waiting: float
 
     def pause(self, silence: float, started: bool) -> float:
-        """Returns the seconds to wait before the next read, after `silence` seconds without new data."""
+        """Returns the seconds to wait before the next read, after `silence` seconds without new data.
+
+        `started` says whether the payload has started.
+        """
         return min(max(self.busy, 0.1 * silence), self.idle if started else self.waiting)
 
 
@@ -62,14 +65,14 @@ class RecordState:
     The caller reads the files and passes what it read. The parameter `now` of methods is a time of the monotonic clock.
     """
 
-    nonce: str  # An `end` with another nonce is ignored.
+    nonce: str  # A random text that marks the payload; an `end` with another nonce belongs to another payload, and is ignored.
     loss_timeout: float  # Seconds for which the record may be unreachable.
     requeue: bool  # Whether Slurm may requeue the job; then an `end` after a signal from outside is not final.
     journal: LineReader
     output: LineReader
     evidence: Evidence = field(default_factory=Evidence)  # A new object after each requeue.
     restarts: int = 0  # How often Slurm has requeued the job, as of the last read.
-    unreachable_since: float | None = None
+    unreachable_since: float | None = None  # Since when each read has failed, by the monotonic clock; None if the last did not.
 
     def add(self, record: Record) -> bool:
         """Add one line of the run record's journal to the evidence; returns whether the line shows a requeue of the job.
@@ -137,7 +140,7 @@ class Follower:
 
     connection: Any
     run_dir: str
-    nonce: str
+    nonce: str  # The random text that marks the payload, also in its `end`.
     handler: Any  # Dagster's handler of Pipes messages.
     log: Any
     cadence: Cadence
@@ -146,7 +149,8 @@ class Follower:
     component: str | None = None  # A prefix of output and log lines; None for a run with one payload.
     reattach: ReattachState = field(default_factory=ReattachState)
     fabric: str = "none"  # The launcher's preset for the network between the nodes.
-    further_reads: Callable[[], Sequence[Read]] = tuple  # Returns the reads that the next call of `RuntimeExit` does.
+    # Returns the reads of files by which the next `poll` finds out whether the runtime has ended.
+    further_reads: Callable[[], Sequence[Read]] = tuple
 
     def __post_init__(self) -> None:
         self.state = RecordState(self.nonce, self.loss_timeout, self.requeue, LineReader(), LineReader(self.reattach.offset))
@@ -255,7 +259,7 @@ class Following:
     # Each payload's follower, and a function that says how the payload's runtime has ended, or None while the runtime lives.
     followed: Sequence[tuple[Follower, RuntimeExit]]
     deadline: float = float("inf")  # A time of the monotonic clock.
-    # Called if the caller is interrupted again meanwhile; it makes the payloads end without their grace periods.
+    # The caller calls this function at a further interrupt, to end the payloads without their grace periods.
     hurry: Callable[[], object] = lambda: None
 
     def steps(self) -> Iterator[tuple[Follower, float]]:

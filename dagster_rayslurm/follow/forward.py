@@ -33,11 +33,11 @@ class Evidence:
     started_at: float | None = None  # When the runtime accepted the payload, by the clock of the runtime's node.
     queued: bool = False  # Whether the payload waits in a session and has not started.
     opened: int = 0  # How many processes opened Dagster Pipes: the payload, and perhaps its children.
-    closed: int = 0
+    closed: int = 0  # How many of these processes closed Pipes.
     exception: dict[str, Any] | None = None  # The first exception that a process reported when it closed Pipes.
     message_error: str | None = None  # Why Dagster refused a Pipes message.
     runtime_exit: str | None = None  # How the runtime ended, in words, if it ended and no `end` was read.
-    runtime_log: str = ""
+    runtime_log: str = ""  # The last lines of the logs of the job and of the runtime; "" unless they were fetched.
     culprit: str | None = None  # A clause about the runtime whose failure ended the runtimes on the other nodes.
     job: JobFacts | None = None  # Slurm's accounting of the job; fetched only if the record does not explain the end.
     ended_unrecorded: str | None = None  # Why the payload must have ended although its runtime lives and recorded no `end`.
@@ -204,8 +204,8 @@ class MessageForwarder:
     logger: Any
     prefix: str
     hold_results: bool  # Whether results wait for `forward_held`, because Slurm may requeue the job.
-    # Level and text of the lines that an earlier Dagster process logged for this payload, oldest first. Each new line is searched
-    # behind the line found before. The first line that is not found ends the search; this and all later lines are logged.
+    # Level and text of the lines that an earlier Dagster process logged for this payload, oldest first. A new line is searched
+    # only behind the line that was found last. Once a line is not found, this and all later lines are logged.
     logged: Iterator[tuple[int, str]]
     held: list[dict[str, Any]] = field(default_factory=list)
 
@@ -281,7 +281,7 @@ class OutputWriter:
 
     prefix: str  # What each line begins with, so that several payloads can share a stream; "" shows the output as it is.
     warn: Callable[[str], None]
-    # By stream, a line that is not shown yet, because it has no end and lines get a prefix.
+    # By stream, a line that is not shown yet, because its end has not come. Without a prefix, unfinished lines are shown at once.
     partial: dict[str, str] = field(default_factory=dict)
     failed: bool = False
 

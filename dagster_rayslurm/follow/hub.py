@@ -114,10 +114,10 @@ class Followed:
             self.ended.set_result(None) if error is None else self.ended.set_exception(error)
 
     def interrupt(self) -> None:
-        """Give the future `ended` Dagster's exception for interrupts, so that the caller begins to end the payloads.
+        """Interrupt the run: give the future `ended` Dagster's exception for interrupts, so that the caller ends the payloads.
 
-        If there is a deadline, the caller is already ending the payloads, and the future stays open; the call of `hurry` then
-        takes the payloads' grace period away.
+        If the caller is already ending the payloads, `following` has a deadline. The method then takes the payloads' grace period
+        away, by a call of `hurry`, and does not complete the future.
         """
         self.following.hurry()
         if self.following.deadline == math.inf:

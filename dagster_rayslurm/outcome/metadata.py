@@ -34,7 +34,8 @@ _IN_PLACE = 990  # Most characters of a text that Dagster shows in place; the ru
 def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
     """Returns the metadata that both results and failures of a run have; facts that the `end` record lacks are left out.
 
-    `mode` is the execution mode, and `cluster_id` is the id of the Ray cluster.
+    `mode` is the execution mode, and `cluster_id` is the id of the Ray cluster. If `end` is None, nothing is known about the run,
+    and the metadata has the execution mode only.
     """
     metadata: Metadata = {"Execution mode": mode}
     if end is None:

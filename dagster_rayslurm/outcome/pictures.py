@@ -108,7 +108,10 @@ def timeline(phases: Sequence[tuple[str, float]]) -> str:
 
 
 def nodes_chart(nodes: Sequence[NodeShare]) -> str:
-    """Returns a bar chart as Markdown: CPU and memory of each node, the busiest node first; of many nodes, a selection."""
+    """Returns a bar chart as Markdown: CPU and memory of each node, the busiest node first.
+
+    If there are too many nodes for one picture, only some of them get bars, at even distances in this order.
+    """
     ordered = sorted(nodes, key=lambda node: (-node[1], -node[2], node[0]))
     drawings = (_draw_nodes(ordered, columns) for columns in _NODE_COLUMNS)
     return next(drawing for drawing in drawings if len(drawing) < _LIMIT)
