@@ -66,10 +66,7 @@ def choose(ident: str, entries: Sequence[Entry]) -> Found:
     Raises NoClusterNow if entries match, and none of them has a running cluster. Raises NoCluster if no entry matches, if several
     clusters match, or if the cluster has no dashboard.
     """
-    matching, component = named(ident, entries), ""
-    if not matching:
-        run, _, component = ident.rpartition("/")
-        matching = named(run, entries)
+    matching, component = matching_entries(ident, entries)
     if not matching:
         names = [each.name for each in entries if each.clusters]
         there = f"; running there: {_listed(names)}" if names else "; none runs there"
@@ -90,6 +87,14 @@ def choose(ident: str, entries: Sequence[Entry]) -> Found:
     if one.access.dashboard_port is None:
         raise NoCluster(f"the Ray cluster of {one.title} has no dashboard: RayLauncher(dashboard=False)")
     return one
+
+
+def matching_entries(ident: str, entries: Sequence[Entry]) -> tuple[list[Entry], str]:
+    """Returns the entries that `ident` names, and the name of the component if `ident` is RUN/COMPONENT, otherwise "". Pure."""
+    if found := named(ident, entries):
+        return found, ""
+    run, _, component = ident.rpartition("/")
+    return named(run, entries), component
 
 
 def cluster_name(entry: Entry, path: str) -> str:

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 
 import click
 
-from ..access.find import Found, NoClusterNow, choose
+from ..access.find import Found, NoClusterNow, choose, matching_entries
 from ..access.head import ClusterEnded
 from ..access.proxy import SECRET_HEADER, Proxy
 from ..access.serve import serve, served
-from ..backends.listing import Entry, named
+from ..backends.listing import Entry
 from ..errors import INSTALL
 from ..ssh.terminal import shell_status
 from .common import one_sentence_errors
@@ -51,7 +51,7 @@ def find_target(target: str, wait: bool = False) -> Found:
                 return choose(target, there)
             except (NoClusterNow, OSError) as error:
                 # Once it waits, it also waits for Slurm or the edge node to answer again.
-                if not wait or all(each.over for each in named(target, there)):
+                if not wait or all(each.over for each in matching_entries(target, there)[0]):
                     raise
                 if str(error) != said:
                     said = str(error)

@@ -10,12 +10,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from dagster_rayslurm.access.find import Found, NoCluster, choose, look_again
 from dagster_rayslurm.access.head import ClusterEnded, Head
 from dagster_rayslurm.access.watch import Snapshot
 from dagster_rayslurm.backends.listing import Entry, Kind, list_here
+from dagster_rayslurm.cli import ray as cli_ray
 from dagster_rayslurm.cli.top import Screen, rows
 from dagster_rayslurm.runtime.protocol.spec import ClusterAccess
 from dagster_rayslurm.ssh.local import LocalConnection
@@ -90,6 +92,20 @@ def test_a_killed_runtime_and_a_damaged_file_count_as_no_cluster(tmp_path: Path)
     assert refused(tmp_path, "train").endswith("has no Ray cluster now: lost: its runtime was killed")
     (run_dir(tmp_path, "1a2b3c4d-torn-bb", step="torn") / "cluster.json").write_text('{"cluster_id": ')
     assert "has no Ray cluster now" in refused(tmp_path, "torn")
+
+
+def test_a_command_waits_for_the_cluster_of_one_component(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RUN/COMPONENT names the run, which goes on, so that `--wait` waits for the cluster."""
+    run = Entry(Kind.RUN, "1a2b3c4d-train-aa", "running", HERE, "/r/1a2b3c4d-train-aa")
+    up = replace(run, clusters={"/r/1a2b3c4d-train-aa/learner/cluster.json": access()})
+    looks = iter([[run], [run], [up]])
+    monkeypatch.setattr(cli_ray, "entries", lambda _: next(looks))
+    monkeypatch.setattr(cli_ray, "_WAIT_INTERVAL", 0.0)
+    assert cli_ray.find_target("1a2b3c4d-train-aa/learner", wait=True).entry is up
+    over = iter([[replace(run, state="ended")]])
+    monkeypatch.setattr(cli_ray, "entries", lambda _: next(over))
+    with pytest.raises(click.ClickException, match="has no Ray cluster now: ended"):
+        cli_ray.find_target("1a2b3c4d-train-aa/learner", wait=True)
 
 
 def test_a_session_goes_by_its_key_and_its_cluster(tmp_path: Path) -> None:

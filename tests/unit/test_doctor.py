@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -312,6 +313,15 @@ def probed(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     finally:
         for process in started:
             process.kill()
+
+
+def test_the_nodes_of_a_probe_are_reached_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall that drops packets costs the time of one node, and not of all."""
+    together = threading.Barrier(16)
+    monkeypatch.setattr(machine, "reach", lambda *_: {"order": together.wait(30)})
+    (tmp_path / machine.GO).touch()
+    found = site.reach_and_measure(str(tmp_path), [{"listens": [1]}] * 16, 0.0)
+    assert sorted(each["order"] for each in found["reached"]) == list(range(16))
 
 
 def test_the_program_of_the_probe(probed: Any) -> None:
