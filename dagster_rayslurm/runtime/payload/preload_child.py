@@ -1,11 +1,11 @@
 """The program of a preload process: it imports modules once, and forks a process for each payload; the fork runs the payload.
 
 `preload_server` starts the program as `python DIRECTORY/python.py FD MODULE…` from a copy of this file, so the program imports
-nothing else of the package. Over the socket `FD` the preload process receives another socket for each payload. The preload
-process forks a child, and the child forks a grandchild and ends, so that the runtime, a subreaper, adopts the grandchild. The
-grandchild reads the request from the payload's socket and answers with its process id. The grandchild begins at the word "go",
-which comes with the descriptors for stdout and stderr. So the runtime waits for a payload as for any other child, and a preload
-process that dies takes no payload with it.
+nothing else of the package. `FD` is the file descriptor of a socket; over it the runtime sends another socket for each payload.
+The preload process forks a child, and the child forks a grandchild and ends, so that the runtime, a subreaper, adopts the
+grandchild. The grandchild reads the request from the payload's socket, and answers with its process id. Then the runtime sends
+the word "go" and the descriptors for stdout and stderr, and the grandchild begins to run the payload. So the runtime waits for a
+payload as for any other child, and a preload process that dies takes no payload with it.
 
 A payload differs from `python script.py` only in the modules that are imported already, and in the stack frames of this file.
 Functions return a problem as a clause that can follow "because".

@@ -92,11 +92,11 @@ def preload_environment(base: Environment, payload: Environment, secrets: Iterab
 
 @dataclass(eq=False)
 class _Process:
-    """A preload process, which has imported `modules` and forks itself for payloads, as the runtime knows it."""
+    """What the runtime knows about one preload process, which imports `modules` and then forks itself for payloads."""
 
     modules: Tuple[str, ...]
-    env: Environment
-    control: socket.socket
+    env: Environment  # The environment of the preload process.
+    control: socket.socket  # Over this socket, the runtime sends a socket for each request to fork.
     pid: Optional[int] = None  # None once the process has ended, because another one may get its id.
     imported: bool = False  # Whether a fork has succeeded, so that the imports are done.
     problem: Optional[str] = None  # Why no payload can be forked from this process or another one with these modules.
@@ -238,11 +238,11 @@ class PreloadServer:
         return cancel
 
     def end_process(self, process: _Process, why: Optional[str] = None) -> str:
-        """Kill a preload process; returns why the payload that waits for a fork of it needs a fresh interpreter.
+        """Kill a preload process, and return the reason why a payload that waits for a fork needs a fresh interpreter.
 
-        Payloads that were forked from the process go on. If a fork from it has succeeded before, the next request for its modules
-        starts a new preload process. Otherwise no new one is started, and later requests get the same reason. `why` is the reason
-        to give; None if the process has ended or does not answer.
+        Payloads that were forked from the preload process go on. If a fork of this process has succeeded before, the next request
+        for the same modules starts a new preload process. Otherwise no new one is started, and later requests get the same
+        reason. `why` is the reason, if the caller knows one; None if the preload process has ended or does not answer.
         """
         process.control.close()
         if process.pid is not None:

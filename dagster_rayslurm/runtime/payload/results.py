@@ -30,7 +30,8 @@ class UsageMeasurement:
 
     nonce: str
     sampler: UsageSampler  # Measures usage on this node.
-    note: Callable[[Record], None]  # Writes a record of the usage so far; a run leaves its figures even if Slurm kills the job.
+    # Appends a record of the usage so far to the run record, so that the usage is known even if Slurm kills the job.
+    note: Callable[[Record], None]
     sampled: Callable[[], None]  # Called after each sample on this node.
     workers: Optional[WorkerNodes] = None  # The worker nodes of the Ray cluster, which measure usage as well.
 
@@ -71,7 +72,7 @@ class UsageMeasurement:
     def current(self) -> Dict[str, Any]:
         """Returns the usage so far, as a dictionary with the fields of `Usage`; empty before the first sample.
 
-        Until the other nodes have sent their usage after the payload's end, it is the usage on this node alone.
+        The worker nodes send their usage after the payload's end. Until then, the result has only the usage on this node.
         """
         usage = self._total or self.sampler.meter.summary()
         return usage if usage["elapsed"] else {}
@@ -87,9 +88,10 @@ class UsageMeasurement:
             self.note({"type": "usage", "usage": usage, "memory": points[-1][2]})
 
     def _announce_jobs(self) -> None:
-        """Tell the worker nodes which Ray jobs belong to the payload, so that they measure it; does nothing if they know already.
+        """Tell the worker nodes to measure the payload, and which Ray jobs belong to the payload.
 
-        If the Ray cluster is not shared, they need no Ray jobs and measure everything.
+        Does nothing if the worker nodes know these Ray jobs already. If no other payload uses the Ray cluster, the worker nodes
+        measure all of the cluster's processes, and get no Ray jobs.
         """
         jobs = None if self.sampler.jobs is None else self.sampler.jobs.job_ids
         if self.workers is not None and (jobs or set()) != self._announced:

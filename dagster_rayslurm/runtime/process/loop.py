@@ -25,7 +25,7 @@ ExitCallback = Callable[[int, Any], None]
 class Timer:
     """A call that `Loop.call_later` has scheduled; `cancel` prevents the call. `Timer()` stands for no call."""
 
-    call: Optional[Callable[[], object]] = None
+    call: Optional[Callable[[], object]] = None  # None after `cancel`.
 
     def cancel(self) -> None:
         self.call = None

@@ -1,9 +1,9 @@
 """Lists and kills the processes below this process, runs programs, kills what payloads leave behind, and has the keeper.
 
-The keeper (`guard`) is the parent of a runtime, for the case that the runtime is killed. The keeper is a subreaper, so all
-orphans below the runtime become the keeper's children, and the keeper kills these orphans. If the keeper is killed instead, the
-kernel sends the runtime SIGTERM. If slurmstepd, the keeper's parent, is killed, the keeper sends the runtime SIGTERM, because
-nothing else would end the runtime.
+The keeper (`guard`) is the parent process of a runtime, and cleans up if the runtime is killed. The keeper is a subreaper: when
+the runtime ends, the orphans that it leaves become the keeper's children, and the keeper kills these orphans. If the keeper is
+killed instead, the kernel sends the runtime SIGTERM. In a Slurm job step, the keeper's parent is slurmstepd, Slurm's process for
+the step. If slurmstepd is killed, the keeper sends the runtime SIGTERM, because nothing else would end the runtime.
 
 The functions need /proc and prctl of Linux. On other systems (macOS) the functions only use process groups, and find no
 descendants.
@@ -59,7 +59,7 @@ _latest: Tuple[float, Dict[int, Process]] = (float("-inf"), {})
 
 
 def recent_table(max_age: float = 0.0) -> Tuple[float, Dict[int, Process]]:
-    """Returns a table of all processes that is at most `max_age` seconds old, after the time when it was read.
+    """Returns a tuple: when a table of all processes was read, and this table, which is at most `max_age` seconds old.
 
     The time is one of `time.monotonic`. If `max_age` is 0, the table is read now. All parts of the runtime share the table, so
     callers must not change it.
@@ -326,14 +326,15 @@ def guard(
 
     Args:
         main: The function to run in the child, which is the runtime; returns an exit code.
-        excused: Called after the end of the child if its exit code is not 0. If the result is True, 0 is returned.
-        in_a_step: Whether this process belongs to a Slurm job step. If True, the keeper watches its parent, which is slurmstepd,
-            and the process whose id is in `RAYSLURM_PARENT`, which is slurmstepd if a container runs this process. When one of
-            them ends, the keeper sends SIGTERM to the child.
-        orphaned: Called after the cleanup if `in_a_step` is True and one of these processes has ended.
+        excused: Called after the cleanup if the child has failed. It returns True if the other nodes can go on without this one.
+        in_a_step: Whether this process belongs to a Slurm job step, so that slurmstepd is its parent. Then the keeper sends
+            SIGTERM to the child when slurmstepd ends. If a container runs this process, the parent may be another process; the
+            environment variable `RAYSLURM_PARENT` then has the id of slurmstepd, and the keeper watches both processes.
+        orphaned: Called after the cleanup if `in_a_step` is True and the parent or slurmstepd has ended.
 
     Returns:
-        The exit code of `main`, 70 if `main` raised an exception, or 128 + N if signal N ended the child.
+        The exit code of `main`, 70 if `main` raised an exception, or 128 + N if signal N ended the child. Instead of a code that
+        is not 0, the result is 0 if `excused` returns True.
     """
     become_subreaper()
     arrange = die_with_parent(signal.SIGTERM)

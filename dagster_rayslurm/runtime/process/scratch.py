@@ -41,9 +41,9 @@ def _bases(short: bool) -> List[str]:
 class Scratch:
     """A new private directory (mode 0700) on this node, for sockets, tokens and Ray's files; the attribute `path` has its path.
 
-    `needed` is not 0 only if the directory is for a copy of a Python environment: then the disk must have that many bytes free
-    and allow programs to run, and the path may be long. Raises OSError if no directory can be made. `remove` removes the
-    directory.
+    For a copy of a Python environment, `needed` is the number of bytes that the disk must have free; the disk must also allow
+    programs to run, and the path may be long. For any other use, `needed` is 0, and the path is short. Raises OSError if no
+    directory can be made. `remove` removes the directory.
     """
 
     def __init__(self, needed: int = 0) -> None:

@@ -21,7 +21,8 @@ class TextEnum(str, Enum):
 class EndReason(TextEnum):
     """Why a payload ended: the `reason` in the `end` record, the last line that the runtime writes about a payload.
 
-    On Dagster's side, the function `outcome.verdict` turns the reason into success or a kind of failure.
+    On Dagster's side, the module `outcome.verdict` turns the reason into success or a kind of failure. In the separate topology,
+    each component (group of equal nodes) of a heterogeneous job runs a payload and a runtime of its own.
     """
 
     EXIT = "exit"  # The payload's process ended by itself; `End.exit_code` or `End.signal` says how.
@@ -46,8 +47,8 @@ class End:
 
     reason: EndReason
     message: Optional[str] = None  # None if the reason says it all.
-    exit_code: Optional[int] = None  # Of the payload's process; None if a signal or the runtime ended it.
-    signal: Optional[int] = None  # The signal that ended the payload's process.
+    exit_code: Optional[int] = None  # Of the payload's process; None if it did not start, or if a signal or the runtime ended it.
+    signal: Optional[int] = None  # The signal that ended the payload's process; None if no signal ended it.
 
 
 def defect(error: BaseException) -> End:
@@ -79,7 +80,8 @@ class ClusterError(Exception):
 class NodeCommand(TextEnum):
     """A command from the runtime on the head node to the runtime on a worker node: the value of `op` in the message."""
 
-    # Start Ray and join the Ray cluster. `attempt` is higher each time that the head had to start Ray again on another port.
+    # Start Ray and join the Ray cluster. `attempt` in the message counts the starts of Ray on the head. If Ray must start again
+    # on the head, for instance because a port was taken, the command comes again with a higher `attempt`.
     START_RAY = "ray"
     END_RAY = "end-ray"  # End Ray on this node for one Ray cluster.
     MEASURE = "measure"  # Measure usage for a payload.
@@ -102,7 +104,7 @@ class NodeEvent(TextEnum):
     RAY_ENDED = "ended"  # The node has carried out END_RAY.
     USAGE = "usage"  # The answer to REPORT: the measured usage.
     ARCHIVED = "archived"  # The answer to ARCHIVE: the name of the archive, or None if it could not be written.
-    MEMORY = "memory"  # The node's memory is nearly full, or a Ray worker was killed for it.
+    MEMORY = "memory"  # The node's memory is nearly full, or the runtime has killed a Ray worker to free memory.
 
 
 class Operation(TextEnum):

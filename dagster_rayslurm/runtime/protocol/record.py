@@ -262,12 +262,15 @@ def node_log(place: int) -> str:
 
 
 def component_dir(run_dir: str, component_id: str) -> str:
-    """Returns the path of the run directory of one component (separate topology); `run_dir` is the directory of the whole run."""
+    """Returns the path of the run directory of one component; `run_dir` is the directory of the whole run.
+
+    Components have run directories only in the separate topology, where each component of the job runs a payload of its own.
+    """
     return os.path.join(run_dir, COMPONENTS, component_id)
 
 
 def run_of_component(directory: str) -> str:
-    """Returns the path of the directory of the whole run (separate topology); `directory` is a component's run directory."""
+    """Returns the path of the directory of the whole run; `directory` is the result of `component_dir` for a component."""
     return os.path.dirname(os.path.dirname(directory))
 
 

@@ -2,9 +2,9 @@
 
 The client asks for connections. For each connection, the relay, a process on the node, connects to a port of the node's loopback
 address, and copies the data in both directions. The relay writes `HELLO` first, because a shell or srun may print lines
-before. Then each side sends frames: number of the connection, kind, length, data. A sender has at most `WINDOW` bytes of a
-connection on the way that the receiver has not passed on, so that a slow connection does not hold up other connections. The end
-of the stream ends the relay and all connections.
+before. Then each side sends frames: number of the connection, kind, length, data. The receiver passes the data on, and tells the
+sender how many bytes it has passed on. For each connection, the sender sends at most `WINDOW` bytes ahead of this number, so a
+slow connection does not hold up other connections. The end of the stream ends the relay and all connections.
 """
 
 from __future__ import annotations
@@ -137,10 +137,10 @@ class Lines:
 
 
 async def read_lines(lines: asyncio.StreamReader, reader: asyncio.StreamReader) -> None:
-    """Coroutine: read the lines that `Lines` has sent from `lines`, and feed the decoded bytes to `reader`.
+    """Coroutine: read the stream `lines`, decode the lines from the class `Lines`, and feed the decoded bytes to `reader`.
 
-    Runs until `lines` ends; then `reader` ends too. Lines that `Lines` has not sent, such as messages of srun, are ignored. An
-    error of the connection, or a damaged line, counts as the end.
+    Runs until `lines` ends; then `reader` ends too. All other lines, such as messages of srun, are ignored. An error of the
+    connection, or a damaged line, counts as the end.
     """
     try:
         while True:
@@ -242,9 +242,10 @@ class _Over(Exception):
 async def copy(stream: Stream, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, serves: bool = False) -> bool:
     """Coroutine: copy data both ways between a TCP connection (`reader`, `writer`) and the multiplexed connection `stream`.
 
-    Returns when the server has sent its last data, or when either connection fails; then `stream` is closed. The server is the
-    far end of the TCP connection if `serves` is True, otherwise the far end of `stream`. If only the client has sent its last
-    data, copying goes on. The result is whether data was written to the TCP connection, which the caller must close.
+    One far end is the server, and the other is the client. If `serves` is True, the server is at the far end of the TCP
+    connection; otherwise it is at the far end of `stream`. The coroutine ends when the server has sent its last data, or when
+    either connection fails. If only the client has sent its last data, copying goes on. At the end, the coroutine closes
+    `stream`; the caller must close the TCP connection. The result is whether data was written to the TCP connection.
     """
     written = False
 

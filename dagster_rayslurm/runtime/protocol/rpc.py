@@ -1,10 +1,10 @@
 """Authenticated TCP connections between runtimes, and from the Dagster host to a session: each line is a message in JSON.
 
 `RpcServer` accepts connections, `RpcClient` keeps a connection and reconnects, and `call` sends one request without an event
-loop. First each end sends `{"challenge": C}` with 32 random hex digits. Then the client sends `{"proof": P}`, where P is
-HMAC-SHA256(key, "client:<server's challenge>:<client's challenge>"). The server checks this proof and sends a proof of its own,
-with "server" and the two challenges in the other order. The key is in the start record, which only the record's user can read.
-Later messages are neither signed nor encrypted.
+loop. First each end sends `{"challenge": C}`, where C is 32 random hex digits. Then the client sends `{"proof": P}`, where P is
+HMAC-SHA256(key, "client:<server's challenge>:<client's challenge>"). The server checks this proof, and sends a proof of its own:
+HMAC-SHA256(key, "server:<client's challenge>:<server's challenge>"). The key is in the start record (`protocol.spec`), a file
+that only its owner can read. Later messages are neither signed nor encrypted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Start records: the JSON files by which Dagster's side tells a runtime what to do, as frozen dataclasses."""
+"""Start records: the JSON files by which Dagster's side tells a runtime what to do, as frozen dataclasses.
+
+A session is a Slurm job, or without Slurm a process, that keeps running between payloads. The head is the node on which payloads
+start. The Ray cluster's head is on the same node. A heterogeneous job has components: groups of nodes that are alike. In the
+separate topology, each component runs a payload and a runtime of its own.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,11 @@ RAY_COORDINATES = (
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """Settings of Ray for the nodes of one component; each field replaces the field of the same name in the common `RaySpec`."""
+    """Settings of Ray for the nodes of one component.
+
+    Each field but `component_id` replaces the field of the same name in the Ray cluster's `RaySpec`, even if the value is None or
+    empty. So None does not mean "as in that `RaySpec`"; it means the same as None in a `RaySpec`.
+    """
 
     component_id: str
     num_cpus: Optional[int] = None
@@ -49,6 +58,7 @@ class ComponentSpec:
 
     component_id: str
     num_nodes: int = 1
+    # CPUs and GPUs that were requested for each node; None if no number was requested.
     asked_cpus: Optional[int] = None
     asked_gpus: Optional[int] = None
 
@@ -63,18 +73,18 @@ class RaySpec:
     resources: Dict[str, float] = field(default_factory=dict)
     labels: Dict[str, str] = field(default_factory=dict)
     dashboard: bool = True
-    auth: str = "token"
-    ray_version: Optional[str] = None
+    auth: str = "token"  # "token", or "disabled" for no authentication.
+    ray_version: Optional[str] = None  # The exact version of Ray that must be installed; None for any version.
     ray_args: List[str] = field(default_factory=list)  # Further arguments of `ray start`.
-    node_ip_address: Optional[str] = None
-    network_interface: Optional[str] = None
+    node_ip_address: Optional[str] = None  # Address on which Ray listens on the head; None for no fixed address.
+    network_interface: Optional[str] = None  # Interface whose address Ray uses; None to find an address without it.
     port_range: Optional[str] = None  # "LOW-HIGH" for all ports of Ray; None for any ports.
     startup_timeout: float = 300.0  # Seconds in which the Ray cluster must be up.
     # Built-in checks (see `node.health`) and shell commands, one in each line, which a node must pass before Ray starts there.
     health_check: Optional[str] = None
     max_workers: Optional[int] = None  # Number of worker nodes that join the head at most; None for all.
     min_nodes: Optional[int] = None  # Number of nodes that must have joined before the payload starts; None for all.
-    launch_style: str = "builtin"
+    launch_style: str = "builtin"  # "builtin" for `ray start` on each node, or "symmetric-run" for `ray symmetric-run`.
     metrics_dir: Optional[str] = None  # Directory that gets a file with the addresses of metrics; None for no such file.
     memory_guard: bool = True  # Whether the runtime kills the largest Ray worker of a node whose memory is nearly full.
     components: List[NodeSpec] = field(default_factory=list)  # The head's component first; empty if all nodes are alike.
@@ -88,20 +98,23 @@ class PayloadSpec:
     argv: List[str]  # The command and its arguments.
     nonce: str  # Random name that identifies this payload to the runtime and on its nodes.
     env: Dict[str, str] = field(default_factory=dict)  # Without secret variables.
-    # Variables of a preset for the fabric; they do not replace those that the payload inherits.
+    # Variables for the network between the nodes (the setting `fabric`); they do not replace variables that the payload inherits.
     default_env: Dict[str, str] = field(default_factory=dict)
-    working_dir: Optional[str] = None  # Its entries appear in the payload's own working directory.
+    # Directory with input files; the working directory of the payload gets a link to each entry. None for no such directory.
+    working_dir: Optional[str] = None
     # Directory that outlives the run, created if missing; the payload and its Ray workers find it in RAYSLURM_DATA_DIR.
     data_dir: Optional[str] = None
-    extra_files: List[str] = field(default_factory=list)  # Files that also appear in the payload's own working directory.
+    extra_files: List[str] = field(default_factory=list)  # Further input files, to which the working directory gets links.
     outputs: List[str] = field(default_factory=list)  # Shell patterns of files in the payload's directory to fetch at the end.
     max_output_bytes: int = 100 * 2**20  # Sum of the sizes of the fetched files at most.
     max_stdio_bytes: int = 2**30  # Bytes of output that the run record takes at most.
     grace_period: float = 10.0  # Seconds between SIGTERM and SIGKILL when the runtime ends the payload.
     uses_ray: bool = False
     ray: Optional[RaySpec] = None  # The Ray cluster to start for this payload alone; None for the runtime's Ray cluster.
-    preload: List[str] = field(default_factory=list)  # Modules of the preload server from which the payload is forked.
-    # CPUs and GPUs that the payload reserves on each node. None: none, but all for a payload with its own cluster in a session.
+    # The payload is forked from a process that has imported these modules; empty to start the payload in a fresh interpreter.
+    preload: List[str] = field(default_factory=list)
+    # CPUs and GPUs that the payload reserves on each node. If None, a payload with a Ray cluster of its own reserves all of them,
+    # and any other payload reserves none.
     want_cpus: Optional[int] = None
     want_gpus: Optional[int] = None
     leaves_unhealthy: bool = False  # Whether to try the payload in another session after a failed health check.
@@ -136,20 +149,23 @@ class RuntimeSpec:
     idle_timeout: Optional[float] = None  # Seconds without a payload after which a session ends; None: run one payload and end.
     yield_when_idle: bool = False  # Whether an idle session ends when another Slurm job waits for its nodes and asks for them.
     max_concurrent_payloads: int = 1
-    control_key: Optional[str] = None  # Secret of the runtimes of an allocation, hex; also the source of the Ray token.
-    token_key: Optional[str] = None  # Secret for the Ray token instead, if several Ray clusters share the token, hex.
+    control_key: Optional[str] = None  # Secret of the runtimes of an allocation, hex.
+    # Secret from which Ray's token is derived, hex: set if several Ray clusters need the same token; None to use `control_key`.
+    token_key: Optional[str] = None
     control_ports: List[int] = field(default_factory=list)  # Ports to try; the head's RPC server takes the first free one.
-    # CPUs and GPUs per node that were requested of Slurm; if a node has fewer, the payload fails.
+    # CPUs and GPUs per node that were requested of Slurm; None if no number was. If a node has fewer, the payload fails.
     asked_cpus: Optional[int] = None
     asked_gpus: Optional[int] = None
     requeue: bool = False  # Whether Slurm may run the job again; then the runtime keeps files that the next runtime needs.
-    warn_before_limit: Optional[float] = None  # Seconds before the time limit at which the payload gets `warn_signal`.
+    # Seconds before the time limit at which the payload gets `warn_signal`; None for no signal.
+    warn_before_limit: Optional[float] = None
     warn_signal: str = "TERM"  # Without "SIG".
     # Variables for Ray's daemons, which all Ray workers inherit. If a Ray job set them, Ray would have to start new workers.
     worker_env: Dict[str, str] = field(default_factory=dict)
     # Modules that the preload server imports while the Ray cluster starts, for payloads with the same `preload`.
     preload: List[str] = field(default_factory=list)
-    drain_margin: float = 60.0  # Seconds before its time limit from which a session takes no payload of unknown duration.
+    # A session accepts no payloads in the last seconds of its time limit: in this many, but at most in a tenth of the time.
+    drain_margin: float = 60.0
     components: List[ComponentSpec] = field(default_factory=list)  # The head's first; empty if all nodes are alike.
     meeting: Optional[BarrierSpec] = None  # The barrier of the separate topology.
     protocol: int = PROTOCOL_VERSION
@@ -166,13 +182,13 @@ class ClusterAccess:
     cluster_id: str
     hostname: str  # Of the head node.
     dashboard_port: Optional[int]  # On the loopback address of the head node; None without dashboard.
-    token: str  # Ray's own, for the header `Authorization`; empty without authentication.
+    token: str  # Ray's token, for the header `Authorization` of requests to the dashboard; empty without authentication.
     pid: int  # Process id of the runtime on the head node.
     job_id: Optional[str] = None  # None without Slurm; then the loopback address is that of this machine.
     heterogeneous: bool = False  # Whether the job has several components, the one with the head node first.
     hosts: List[str] = field(default_factory=list)  # Names and addresses of the head node, the likeliest first.
     port: int = 0  # Port on which the head's runtime takes the request for a relay.
-    key: str = ""  # Secret for the request, hex.
+    key: str = ""  # Secret by which the client and the head's runtime authenticate each other for this request, hex.
     relay: List[str] = field(default_factory=list)  # The command of a relay, for srun.
 
 
@@ -186,15 +202,15 @@ class Announcement:
     cluster_id: str
     job_id: str  # Slurm's id of the session's job, or the id of its process on this machine.
     hosts: List[str]  # Names and addresses of the head node, the likeliest first.
-    port: int
+    port: int  # Port on which the session takes requests.
     key: str  # The secret of the session, hex.
-    protocol: int
+    protocol: int  # `PROTOCOL_VERSION` of the session's runtime.
     closing: Optional[str]  # Why the session accepts no more payloads; None while it accepts them.
-    hostname: str
+    hostname: str  # Of the head node.
     heterogeneous: bool = False  # Whether the job has several components, the one with the head node first.
     idle: bool = False  # Whether the session has served payloads and runs none now.
     served: int = 0  # Payloads that the session has accepted.
-    pid: int = 0
+    pid: int = 0  # Process id of the session's runtime on the head node.
     # Nodes that failed a health check, each with `node`, `check` and `found`.
     unhealthy: List[Dict[str, str]] = field(default_factory=list)
     access: Optional[ClusterAccess] = None  # To the warm Ray cluster; None until the cluster is up, or without a cluster.

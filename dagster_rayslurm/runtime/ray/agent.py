@@ -1,7 +1,8 @@
 """The agent on each node of a Ray cluster: the agent starts and ends Ray on its node, and measures payloads.
 
-The head's side of the worker nodes is `node.worker_nodes`. `Worker` is the runtime that connects an agent to the head. The agent
-of a `SimulatedNode` runs in the head's own runtime.
+On the head, `node.worker_nodes` represents the worker nodes. On each worker node, the runtime is a `Worker`, which connects the
+node's agent to the head. In local mode, this machine simulates the nodes of other components (`SimulatedNode`); their agents run
+in the head's own runtime.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class NodeAgent:
     machine: NodeResources
     scratch: Scratch
     environ: Mapping[str, Optional[str]] = field(default_factory=dict)  # For Ray's daemons; None removes a variable.
-    send: Callable[..., None] = lambda **_: None  # Sends an event of a worker node to the head.
+    send: Callable[..., None] = lambda **_: None  # Sends an event of this worker node to the head; does nothing on the head.
     simulated: bool = False
     shared: Optional[str] = None  # A directory on the file system that all nodes share; None in local mode.
 
@@ -60,9 +61,9 @@ class NodeAgent:
         self._samplers: Dict[str, UsageSampler] = {}
 
     def pids(self, chosen: Callable[[RayNode], bool] = lambda _: True) -> List[int]:
-        """Returns the process ids of Ray on this node: of each Ray cluster that runs here, the process above all its others.
+        """Returns one process id for each Ray cluster that runs here: that of the common ancestor of its processes on this node.
 
-        If `chosen` is given, only the Ray clusters count for which it returns True.
+        The result leaves out a Ray cluster if `chosen` returns False for its `RayNode`.
         """
         return [ray.pid for ray in self.rays.values() if ray.pid is not None and chosen(ray)]
 
@@ -224,10 +225,11 @@ class NodeAgent:
 
 
 def simulate(nodes: WorkerNodes, spec: RuntimeSpec, shares: List[Share], private: Scratch) -> RuntimeSpec:
-    """Add a simulated node on this machine to `nodes` for each component but the head's; returns their start record.
+    """Add a simulated node to `nodes` for each component but the head's; returns the start record that all components then use.
 
-    This record is a copy of `spec` that requests nothing of Slurm, because the shares determine the resources, and that has a new
-    shared secret. `shares` has the shares of all components, the head's first. `private` is the scratch directory of the runtime.
+    This record is a copy of `spec` with a new secret and without the numbers of CPUs and GPUs that were requested of Slurm.
+    `shares` has the part of this machine that each component gets, the head's first; the shares replace these numbers. `private`
+    is the scratch directory of the runtime.
     """
     components = [replace(each, asked_cpus=None, asked_gpus=None) for each in spec.components]
     spec = replace(spec, components=components, control_key=os.urandom(32).hex())
@@ -336,8 +338,8 @@ class Worker(Listener):
         """Handle a signal: end this runtime if the head or this process's parent is gone; otherwise wait for the head to end it.
 
         Slurm usually signals all processes of the step, so the head gets the signal as well, gives payloads their grace period,
-        and then sends STOP. If the job has several components, Slurm may end only that of this node, so `_leave_component`
-        decides some seconds later.
+        and then sends STOP. If the job has several components, Slurm may end only the component of this node. In such a job,
+        `_leave_component` decides some seconds later whether this runtime ends without the head.
         """
         self._agent.log("received %s" % signal.Signals(signum).name)
         self._was_signalled = True
@@ -349,9 +351,10 @@ class Worker(Listener):
             self.loop.call_later(_HEAD_SIGNAL_TIMEOUT, self._leave_component)
 
     def _leave_component(self) -> None:
-        """Called some seconds after a signal: end this runtime, unless the head has told that it ends too.
+        """Called some seconds after a signal: end this runtime, unless the head has sent ENDING.
 
-        If the head goes on, Slurm ends only the component of this node.
+        ENDING means that the head ends too, and sends STOP later. Without ENDING, the head goes on, and Slurm is ending only the
+        component of this node.
         """
         if not self._head_is_ending:
             self._agent.log("its component is being ended, and the head's goes on; ending")

@@ -98,14 +98,15 @@ class RayCluster:
 
     head: NodeAgent  # The agent of this node.
     workers: WorkerNodes  # The worker nodes that can join.
-    head_address: Optional[str]  # Of this node for the worker nodes; None for the one that Ray finds.
-    tell: Callable[["RayCluster", Action], None]  # Called with what others must do or know: all actions but `Join`.
+    head_address: Optional[str]  # Address at which the worker nodes reach this node; None for the address that Ray finds.
+    tell: Callable[["RayCluster", Action], None]  # Called with each action of `Membership` but `Join`, which is carried out here.
     fresh: Optional[RaySpec] = None  # Describes a payload's own cluster; None for the cluster that the runtime keeps warm.
     key: str = ""  # Names the cluster on its nodes: "" for the warm one, the payload's nonce for a payload's own.
     ray_version: Optional[str] = None
     address: Optional[str] = None  # "HOST:PORT" for drivers; None until the cluster is ready.
     unhealthy: List[Unhealthy] = field(default_factory=list)  # Nodes that failed a health check.
-    leaks: Dict[str, str] = field(default_factory=dict)  # Leaks found in the idle cluster and still there: `Leak.key` by message.
+    # The leaks that the latest search of the idle cluster has found: for each `Leak.message`, the `Leak.key`.
+    leaks: Dict[str, str] = field(default_factory=dict)
     _bring_up: Optional[float] = None
     _dashboard_url: Optional[str] = None
     _gcs: str = ""
@@ -339,7 +340,7 @@ class RayCluster:
             done(tables)
 
     def _problem(self, machine: NodeResources) -> Optional[str]:
-        """Returns an error text if a node has fewer CPUs, fewer GPUs or less memory than this Ray cluster needs.
+        """Returns an error text if the node `machine` has too few CPUs, too few GPUs or too little memory for this Ray cluster.
 
         Returns None if the node has enough.
         """

@@ -37,7 +37,8 @@ class Bundle(NamedTuple):
     """The resources and labels that one task, actor or bundle of a placement group needs on its node."""
 
     resources: Mapping[str, float]
-    selectors: Tuple[Tuple[Rule, ...], ...] = ()  # Alternatives; empty if any node will do.
+    # Alternatives: the node must meet all rules of at least one of them. Empty if the labels of the node do not matter.
+    selectors: Tuple[Tuple[Rule, ...], ...] = ()
 
 
 class Node(NamedTuple):
@@ -323,7 +324,8 @@ def _taken(instances: Tuple[int, ...], amount: int) -> Iterable[Tuple[int, ...]]
 def _copies(needs: Sequence[int], parts: Sequence[int], node: _Free) -> int:
     """Returns how many equal bundles the node `node` could hold at most if nothing else ran there.
 
-    `needs` has the units that one bundle needs of each plain resource, and `parts` those of each resource with instances.
+    `parts` has the units that one bundle needs of each resource with instances (such as single GPUs), and `needs` has the units
+    that one bundle needs of each other resource.
     """
     most = [there // need for there, need in zip(node[1], needs) if need]
     for there, part in zip(node[2], parts):

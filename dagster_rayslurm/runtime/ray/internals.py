@@ -81,9 +81,9 @@ def dashboard_problem() -> Optional[str]:
 def disable_client_server(command: List[str]) -> List[str]:
     """Keep `ray start` in this process from starting the Ray Client server; returns the command to use instead of `command`.
 
-    `command` has the words after `ray`. The result lacks the option for the server's port if the server will not start, because
-    Ray 2.60 then refuses the option. For `ray symmetric-run`, which calls `ray start` in other processes, the server stays. It
-    would cost a second of CPU time and a port.
+    The server costs a second of CPU time and a port. `command` has the words after `ray`. If the server will not start, the
+    result lacks the option for the server's port, because Ray 2.60 then refuses this option. `ray symmetric-run` calls
+    `ray start` in other processes, so there the server still starts.
     """
     scripts = _module("ray.scripts.scripts")
     if command[0] == "start" and hasattr(scripts, _CLIENT_SERVER):
@@ -149,9 +149,9 @@ def node_table(client: Any) -> Nodes:
 def publish_head(client: Any, temp_dir: str, dashboard: bool) -> None:
     """Write facts about the head node to the GCS early, so that other processes need not wait seconds for Ray to do this.
 
-    One fact is `temp_dir`, the head's temporary directory, which worker nodes read by `published_head`. If `dashboard` is False,
-    the other is the empty dashboard address, for which Ray 2.60 waits a second. `client` is the result of `connect_gcs`. Errors
-    are ignored.
+    The function always writes `temp_dir`, the head's temporary directory, which worker nodes read by `published_head`. If
+    `dashboard` is False, the function also writes an empty address of the dashboard, because Ray 2.60 would wait a second for
+    this address. `client` is the result of `connect_gcs`. Errors are ignored.
     """
     with contextlib.suppress(Exception):
         constants = _module("ray._private.ray_constants")
@@ -186,10 +186,10 @@ def assume_head(head: SimpleNamespace) -> None:
 
 
 def unschedulable(client: Any) -> Dict[str, str]:
-    """Returns sentences about tasks, actors and placement groups that wait for resources which no node can ever grant, by key.
+    """Finds the tasks, actors and placement groups that wait for resources which the nodes can never grant.
 
-    `misfits` explains the keys. `client` is the result of `connect_gcs`. Raises one of Ray's RPC errors, which have no common
-    public base class, if the GCS does not answer.
+    The result is that of `misfits`: sentences by key. `client` is the result of `connect_gcs`. Raises one of Ray's RPC errors,
+    which have no common public base class, if the GCS does not answer.
     """
     hostnames = {node_id: str(node["hostname"]) for node_id, node in node_table(client).items()}
     reply = _module("ray.core.generated.autoscaler_pb2").GetClusterResourceStateReply
@@ -198,11 +198,12 @@ def unschedulable(client: Any) -> Dict[str, str]:
 
 
 def misfits(state: Any, hostnames: Mapping[str, str]) -> Dict[str, str]:
-    """Returns a sentence, by key, about each waiting request that the nodes could not hold even if nothing else ran.
+    """Returns sentences about what waits for resources that the nodes could not grant even if nothing else ran.
 
-    `state` is a `ClusterResourceState`, a message of Ray's interface for autoscalers. The key of a sentence stays the same when
-    the number of waiting tasks changes. `hostnames` has the host names of the nodes by Ray's id. The function has no side
-    effects.
+    All tasks and actors with the same request have one sentence, and so have all placement groups with the same request. The key
+    of a sentence describes the request, and does not change with the number of waiting tasks. `state` is a
+    `ClusterResourceState`, a message of Ray's interface for autoscalers. `hostnames` has the host names of the nodes by Ray's id.
+    The function has no side effects.
     """
     living = [node for node in state.node_states if node.status != _NODE_DEAD]
     nodes = [Node(dict(node.total_resources), dict(node.labels)) for node in living]

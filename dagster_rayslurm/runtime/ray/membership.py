@@ -25,9 +25,9 @@ CLUSTER_READY, UNSCHEDULABLE = "cluster-ready", "unschedulable"
 
 
 class Report(TextEnum):
-    """The kind of a report about Ray on one node: the value of `event`.
+    """The kind of a report about Ray on one node: the value of `event`. The comments name the further keys of the reports.
 
-    `node_main`, which runs Ray, or `RayNode` makes the report.
+    Reports come from the process that runs Ray (`node_main`) or from the runtime (`RayNode`, `RayCluster`).
     """
 
     NODES = "nodes"  # Ray's node table has changed; `nodes` is the new one. `ray_version` is Ray's version.
@@ -35,8 +35,10 @@ class Report(TextEnum):
     PHASE = "phase"  # A line for the Dagster log: `phase` and `message`.
     GCS_LOST = "gcs-lost"  # Ray's control service (GCS) has ended.
     TABLES = "tables"  # The answer to the query `id` of the leak check: `tables`, or None after an error.
-    STARTING = "starting"  # Ray starts; the head's address is `gcs`, another one if a port was taken and Ray starts again.
-    FAILED = "ray-failed"  # Ray did not start, or was lost: `message` of `node_main`, or `error`, a `ClusterError`, of `RayNode`.
+    # Ray starts on the head; `gcs` is the address of its GCS. If Ray must start again (a port was taken), another report comes.
+    STARTING = "starting"
+    # Ray did not start, or was lost. A report of `node_main` has `message` and `reason`; any other has `error`, a `ClusterError`.
+    FAILED = "ray-failed"
     DEADLINE = "deadline"  # The time in which the cluster must be ready is over.
 
 
@@ -57,7 +59,7 @@ class Join(NamedTuple):
 
 
 class NodeLost(NamedTuple):
-    """An action: announce that the Ray cluster has lost the worker node `title` after it had become ready."""
+    """An action: announce that the Ray cluster, which was ready before, has lost the worker node with the name `title`."""
 
     title: str
 
@@ -79,8 +81,9 @@ Action = Union[Say, Join, NodeLost, Ready, ClusterError]
 class Member(NamedTuple):
     """One of the worker nodes that are to make up the Ray cluster, whether it has joined yet or not."""
 
-    title: str
-    identity: Optional[Identity] = None  # In Ray's node table; None until the node has connected to the head's runtime.
+    title: str  # Name of the node in messages.
+    # Host name and component, which identify the node in Ray's node table; None until the node connects to the head's runtime.
+    identity: Optional[Identity] = None
     here: bool = False  # Whether the node is connected to the head's runtime.
     given_up: bool = False  # Whether the cluster no longer waits for the node, or has lost the node.
 
