@@ -38,8 +38,8 @@ class Settings:
     def launcher_after(self, before: type[Launcher]) -> Launcher | None:
         """Returns a launcher with the settings in the field `launcher`; None if this field is None.
 
-        The setting `kind`, "ray" or "bash", chooses the class of the result; without `kind`, the class is `before`. Raises
-        `ValueError` if the settings are invalid.
+        The setting `kind`, "ray" or "bash", chooses the class of the result. Without `kind`, the class is `before`: the class of
+        the launcher that the settings override. Raises `ValueError` if the settings are invalid.
         """
         if self.launcher is None:
             return None
@@ -51,20 +51,20 @@ class Settings:
 
 @dataclass(frozen=True)
 class Layered(Generic[C]):
-    """A queue or a launcher merged from several places (metadata, `op_tags`, arguments, tags), not yet with the resource's own.
+    """A queue or a launcher merged from the places where a step may set fields: metadata, `op_tags`, arguments of `run()`, tags.
 
-    `own` has only the fields that some place sets; None if no place sets a field. `origins` has, for each field that is set, the
-    name of the place that set it.
+    The defaults of the `ComputeResource` are not included; the caller adds them. `own` has only the fields that a place sets;
+    None if no place sets a field. `origins` has, for each field in `own`, the name of the place that set the field.
     """
 
     own: C | None
     origins: Mapping[str, str]
 
     def over(self, place: str, fields: C | None) -> Layered[C]:
-        """Returns a new `Layered`, in which the fields that are set in `fields` override those of `own`, its value so far.
+        """Returns a copy in which the fields that `fields` sets override the same fields of `own`.
 
         `place` is the name of the place that `fields` comes from. If `fields` has another class than `own` (another kind of
-        launcher or environment), `fields` replaces `own` completely. If `fields` is None, the result is this object.
+        launcher), `fields` replaces `own` completely. If `fields` is None, the result is this object.
         """
         if fields is None:
             return self
@@ -112,11 +112,12 @@ def _make(cls: type[C], fields: Mapping[str, Any], place: str) -> C:
 
 
 def of_step(context: dg.OpExecutionContext) -> tuple[list[Settings], list[Settings]]:
-    """Returns two lists of settings: those that the arguments of `run()` override, and those that override the arguments.
+    """Returns the settings for a step in two lists: the weaker ones and the stronger ones.
 
-    The first list has the settings in the metadata of the step's assets and asset checks, then those in `op_tags`. The second
-    list has the settings in the tags of the Dagster run. Later settings override earlier ones. Raises `ValueError` for invalid
-    settings, and if the metadata of two assets of the step contradict each other.
+    The arguments of `run()` override the first list, which has the settings in the metadata of the step's assets and asset
+    checks, then those in `op_tags`. The second list overrides the arguments, and has the settings in the tags of the Dagster run.
+    Within a list, later settings override earlier ones. Raises `ValueError` for invalid settings, and if the metadata of two
+    assets or asset checks of the step contradict each other.
     """
     below = [parse(context.op.tags[KEY], "op_tags")] if KEY in context.op.tags else []
     if context.has_assets_def:
@@ -183,8 +184,8 @@ def _loading() -> dg.Definitions | None:
 def _of_definitions(defs: dg.Definitions, keys: set[str], alone: bool) -> Iterator[Settings]:
     """Yields the settings in `defs` for the steps that need a resource with a key in `keys`.
 
-    If `alone` is True, `defs` has no further resource of the same class, so the settings in the tags of all jobs are yielded,
-    too.
+    If `alone` is True, the settings in the tags of all jobs are yielded, too. `alone` says that the resource with these keys is
+    the only one of its class in `defs`; otherwise the settings of a job may be for another resource.
     """
     for assets_def in (*(defs.assets or ()), *(defs.asset_checks or ())):
         if isinstance(assets_def, dg.AssetsDefinition) and assets_def.is_executable:

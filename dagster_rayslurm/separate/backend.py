@@ -197,7 +197,8 @@ def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Se
 class ComponentJob(BatchJob):
     """The payload of one component in the heterogeneous job of all components."""
 
-    # The evidence of all components: when their latest record began, Slurm's accounting and the job's logs.
+    # The facts about the whole job, which all components share: when the latest run record of any component began, what Slurm's
+    # accounting says of the job, and the job's logs.
     shared: Evidence = field(kw_only=True)
 
     def _send_cancel(self, now: bool) -> None:
@@ -220,8 +221,8 @@ class ComponentJob(BatchJob):
         """Returns the time at which the latest run record among all components began, in seconds since the epoch.
 
         A run record is the file to which the runtime of a component writes what happens. The result is None if no component has a
-        record yet. `evidence` is the evidence of this component, and may have the time at which this component's record began.
-        Because the result is for the whole job, a component that starts late is not taken for a job that does not start.
+        record yet. `evidence` has the facts about this component; its `started_at` is the time at which this component's record
+        began, or None. The result is for the whole job, so a job of which some component has started counts as started.
         """
         self.shared.started_at = max(self.shared.started_at or 0.0, evidence.started_at or 0.0) or None
         return self.shared.started_at

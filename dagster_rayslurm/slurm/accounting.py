@@ -117,10 +117,10 @@ class JobFacts:
 
     @property
     def final_state(self) -> str | None:
-        """The terminal state of the job, such as "TIMEOUT"; None if it is not known yet.
+        """The terminal state of the job, such as "TIMEOUT"; None if the state is not known yet.
 
-        A job that is COMPLETING (being cleaned up) has ended, but is not in its terminal state yet. Its value is the terminal
-        state that Slurm's reason announces; None if the reason announces none.
+        A job that is COMPLETING (being cleaned up) has ended, but is not in its terminal state yet. For such a job, the result is
+        the terminal state that follows from `reason`; None if no such state follows.
         """
         if self.state in TERMINAL:
             return self.state
@@ -147,8 +147,8 @@ class JobFacts:
 def severity(component: JobFacts) -> int:
     """Returns a rank for the end of a component; the component with the highest rank explains the end of its heterogeneous job.
 
-    If one component is cancelled or killed, the other components end too. The component with the batch script may then show only
-    FAILED.
+    If one component is cancelled or killed, the other components end too. The component with the batch script may then be only
+    FAILED, which is a consequence. So FAILED has a lower rank than CANCELLED, TIMEOUT and the like.
     """
     final = component.final_state if component.final_state in _BY_SEVERITY else "UNKNOWN"
     return len(_BY_SEVERITY) if component.out_of_memory else _BY_SEVERITY.index(final or "UNKNOWN")
@@ -320,7 +320,7 @@ def merge_facts(controller: JobFacts | None, accounting: JobFacts | None) -> Job
 def _merged(controller: JobFacts, accounting: JobFacts) -> JobFacts:
     """Returns `controller`, slurmctld's facts of a job or component, completed by facts of the accounting about the same job.
 
-    If the two disagree on the number of restarts, only the user who cancelled the job, and the memory, come from `accounting`.
+    If the two disagree on the number of restarts, only `cancelled_by` and `max_rss` come from `accounting`.
     """
     if accounting.restarts != controller.restarts:
         return replace(controller, cancelled_by=accounting.cancelled_by, max_rss=accounting.max_rss)

@@ -75,12 +75,12 @@ class SlurmQueueConfig(StrictConfig):
 
 
 class SlurmResource(StrictResource):
-    """A Slurm cluster: how to reach it, the default footprint, and where files go."""
+    """A Slurm cluster: how to reach it, what jobs request by default, and where files go."""
 
     ssh: Optional[SSHConnectionResource] = None
     """SSH connection to the edge (login) node; None when Dagster itself runs where `sbatch` is."""
     queue: SlurmQueueConfig = SlurmQueueConfig()
-    """Default footprint of allocations."""
+    """What jobs request from Slurm by default."""
     remote_base: Annotated[str, plain_text] = BASE
     """Directory for run directories and caches, on a file system that the edge and the compute nodes share."""
     site: dict[str, str] = {}

@@ -99,11 +99,11 @@ def parse_partitions(text: str) -> Partitions:
 
 
 def _too_few(request: JobRequest, part: JobRequest, out: set[str], partitions: Partitions) -> str | None:
-    """Returns a sentence if, without the nodes `out`, no partition of a component has enough usable nodes; otherwise None.
+    """Returns a sentence if too few usable nodes for `part` are left without the nodes `out`; None if enough are left.
 
-    `part` is the component of the job `request`, or `request` itself. Slurm gives each component nodes of its own, so components
-    with the same partition need the sum of their nodes. `partitions` has the usable nodes by partition. The result is None, too,
-    if `partitions` has none of the component's partitions.
+    `part` is a component of the job `request`, or `request` itself. Enough nodes are left if one of the partitions of `part` has
+    enough. Slurm gives each component nodes of its own, so components with the same partition need the sum of their nodes.
+    `partitions` has the usable nodes by partition. The result is also None if `partitions` has none of the partitions of `part`.
     """
     wanted = sum(each.queue.num_nodes for each in request.components if each.queue.partition == part.queue.partition)
     out = out | set(listed(part.queue.exclude))

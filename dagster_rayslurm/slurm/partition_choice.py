@@ -152,8 +152,7 @@ def _gpus(queue: SlurmQueueConfig) -> int:
 def _is_free(node: Node, queue: SlurmQueueConfig) -> bool:
     """Returns whether a node that fits could start the job now.
 
-    A node that runs other jobs counts as free only for jobs without GPUs. For such a node, sinfo shows the idle CPUs but no idle
-    GPUs.
+    A node that runs other jobs never counts as free for a job with GPUs, because sinfo shows its idle CPUs but not its idle GPUs.
     """
     shared = node.state == "mix" and not queue.exclusive and not _gpus(queue)
     return node.idle or (shared and node.idle_cpus >= (queue.cpus_per_node or 1))

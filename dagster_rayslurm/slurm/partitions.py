@@ -30,7 +30,7 @@ class Node:
     state: str  # Slurm's compact word, with a flag such as "*" for a node that does not respond.
     cpus: int
     memory: int  # MiB.
-    gpus: Counter[str]  # Number by type; "" is the type of GPUs without one.
+    gpus: Counter[str]  # Number of GPUs by type; "" if the GPUs have no type.
     features: tuple[str, ...]
     idle_cpus: int = 0  # CPUs that no job uses; 0 also if sinfo does not say.
 

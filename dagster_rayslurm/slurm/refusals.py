@@ -140,10 +140,11 @@ def _values(sentence: str, request: JobRequest) -> str:
 
 
 def component_request(row: QueueRow, request: JobRequest) -> JobRequest:
-    """Returns the part of `request`, the request for a job, for the component that `row` shows, a row of the job in the queue.
+    """Returns the request of one component of a job.
 
-    For a job without components, the result is `request` itself. If `request` lacks the component, the result is a new request
-    with only two values: the label of the row as the component's id, and the partition of the row.
+    `request` is the request for the job. `row` is the component's row in the queue. For a job without components, the result is
+    `request` itself. If `request` lacks the component, the result is a new request with only two values: the label of the row as
+    the component's id, and the partition of the row.
     """
     number = row.label.partition("+")[2]
     if number.isdigit() and int(number) < len(request.components) > 1:

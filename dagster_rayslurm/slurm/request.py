@@ -207,8 +207,8 @@ def make_request(queue: SlurmQueueConfig, footprint: Footprint, *, job_name: str
 
     Args:
         queue: the user's configuration; every `EnvVar` in it must be resolved.
-        footprint: the CPUs, GPUs and memory that the launcher wants on each node. If the queue does not set the CPUs or GPUs, the
-            job requests the largest amount in `footprint`.
+        footprint: the requirements of the launcher's settings for CPUs, GPUs and memory on each node. If the queue does not set
+            the number of CPUs or of GPUs, the job requests the largest number in these requirements.
         job_name: the name of the job in Slurm.
         comment: the comment of the job in Slurm.
 
@@ -319,7 +319,7 @@ def _check_extra_option(queue: SlurmQueueConfig, option: str) -> None:
 def job_name(step_key: str, nonce: str) -> str:
     """Returns a name for a Slurm job, with the key of the Dagster step and, at the end, the random text `nonce`.
 
-    By this text, which no other job's name has, the job is found again.
+    No other job's name has this text, so callers can find the job again by its name (see `is_job_of`).
     """
     return f"{_NAME_PREFIX}{_UNSAFE.sub('_', step_key)[:_MAX_STEP]}-{nonce}"
 
@@ -493,7 +493,7 @@ def sbatch_options(request: JobRequest) -> Iterator[str]:
 
 
 def _resets(request: JobRequest, before: JobRequest) -> Iterator[str]:
-    """Yields the options of sbatch with which the component `request` does not inherit values of `before`, the preceding one."""
+    """Yields options of sbatch that keep the component `request` from inheriting values of the preceding component, `before`."""
     for each in SBATCH_FIELDS:
         inherits = getattr(before.queue, each.name) is not None and getattr(request.queue, each.name) is None
         if each.inheritance is Inheritance.RESETTABLE and inherits:

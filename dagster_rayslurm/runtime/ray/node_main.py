@@ -125,10 +125,14 @@ class _Reporter:
 def serve(fd: int, gcs: str, logs: str, cpus: int, report: Any) -> None:
     """Start threads that serve requests of the runtime, and return; a request is a JSON line from the descriptor `fd`.
 
-    At `{"tables": ID}`, `report` is called with the tables for the leak check, or with None after an error. At `{"prestart":
-    true}`, Ray starts workers until `cpus` of them, but at most `MOST_IDLE_WORKERS`, wait for the next payload; this has no
-    effect if `internals.can_start_workers` is False. `gcs` is "HOST:PORT" of the GCS, and `logs` is the path of Ray's log
-    directory.
+    The request `{"tables": ID}` is answered by a call of `report` with ID and the tables in which the runtime looks for leaks:
+    things that payloads left in the Ray cluster. After an error, the call has None instead of the tables.
+
+    The request `{"prestart": true}` has no answer. It makes Ray start worker processes in advance, until enough of them wait for
+    the next payload. Enough is `cpus`, or `MOST_IDLE_WORKERS` if this is smaller. The request has no effect if `cpus` is 0, or if
+    `internals.can_start_workers` returns False.
+
+    `gcs` is "HOST:PORT" of the GCS, and `logs` is the path of Ray's log directory.
     """
     wanted = threading.Event()
     if cpus > 0 and internals.can_start_workers():
@@ -215,10 +219,10 @@ def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
 
 
 def _wait_for_head(gcs: str, command: List[str]) -> None:
-    """On a worker node, block until `ray start` or `ray symmetric-run` can join the head at `gcs` ("HOST:PORT"). No time limit.
+    """On a worker node, block without a time limit until this node can join the head at `gcs` ("HOST:PORT").
 
-    This is so once the head is alive in Ray's node table or, for `ray start`, once the head has published its facts. `command`
-    has the words after `ray`.
+    This node can join once Ray's node table shows the head as alive. For `ray start`, it can join earlier: as soon as the head
+    has written facts about itself to the GCS (`internals.publish_head`). `command` has the words after `ray`.
     """
     _wait_for_port(gcs)
     client = internals.connect_gcs(gcs)
@@ -259,8 +263,8 @@ def _nodes(client: Any) -> Optional[Nodes]:
 def _report_demand(gcs: str, report: _Reporter) -> None:
     """Thread function: every few seconds, report new requests for resources that no node can ever grant; never returns.
 
-    A request is reported once, when two looks in a row have found it, because a node that has just joined may grant it after the
-    first look.
+    A request is reported only once, and only if two polls in a row have found it: if a node has just joined, it may grant the
+    request after the first poll.
     """
     client = internals.connect_gcs(gcs)
     before: Set[str] = set()

@@ -104,11 +104,11 @@ def _scheduled_cpus(spec: RaySpec, machine: NodeResources) -> int:
 
 
 def granted_defaults(machine: NodeResources) -> Dict[str, str]:
-    """Returns environment variables by which a Ray cluster that a payload starts itself gets what this node grants.
+    """Returns environment variables for payloads that start a Ray cluster by `ray.init`: the cluster gets what this node grants.
 
-    The variables are only defaults for CPUs and memory, and a `ray.init` that connects to an existing Ray cluster ignores them.
-    `PYTHON_CPU_COUNT` (Python 3.13) stands for the CPUs, because Ray counts CPUs as Python does; `RAY_OVERRIDE_RESOURCES` would
-    also override an explicit `num_cpus`.
+    The arguments `num_cpus` and `object_store_memory` of `ray.init` override the variables; `_memory` does not (Ray 2.60). If
+    `ray.init` connects to an existing Ray cluster, the variables have no effect. The number of CPUs is in `PYTHON_CPU_COUNT`
+    (Python 3.13), because Ray counts CPUs as Python does. It is not in `RAY_OVERRIDE_RESOURCES`, which would override `num_cpus`.
     """
     env = {"PYTHON_CPU_COUNT": str(machine.num_cpus)}
     if machine.memory_limit is not None:
@@ -132,7 +132,8 @@ def _token(runtime: RuntimeSpec, key: str) -> str:
     """Returns the token with which the processes of one Ray cluster authenticate each other.
 
     The token is derived from the secret that all nodes have and from `key`, so that each node has the same token. Without a
-    secret, the token is random. `key` is "" for the warm cluster, and the payload's nonce for a payload's own cluster.
+    secret, the token is random. `key` is "" for the warm cluster; for a payload's own cluster, it is the payload's nonce (its
+    random name).
     """
     secret = runtime.token_key or runtime.control_key
     if secret is None:
@@ -181,17 +182,17 @@ class ClusterDir(Scratch):
 class RayNode:
     """Runs Ray on this node for one Ray cluster, as head or worker: starts, watches and ends it.
 
-    If Ray does not start for a reason that may pass, such as a taken port, Ray is started again, up to `_ATTEMPTS` times.
-    Everything else is reported to `on_event`.
+    If Ray does not start for a reason that may pass, such as a taken port, Ray is started again; `_ATTEMPTS` is the largest
+    number of starts. Any other failure, or the failure of the last start, is reported to `on_event` and ends Ray on this node.
     """
 
     loop: Loop
     runtime: RuntimeSpec
     cluster: RaySpec
-    key: str  # "" for the warm cluster, the payload's nonce for a payload's own cluster.
+    key: str  # "" for the warm cluster; for a payload's own cluster, the payload's nonce (its random name).
     machine: NodeResources
     scratch: Scratch
-    nodes: int  # Of the complete cluster.
+    nodes: int  # Number of nodes of the complete cluster.
     on_event: Callable[[Event], None]  # Gets the reports of Ray's process and of this object; see `Report`.
     environ: Mapping[str, Optional[str]] = field(default_factory=dict)  # For Ray's daemons; None removes a variable.
     shared: Optional[str] = None  # A directory on the file system that all nodes share; None in local mode.

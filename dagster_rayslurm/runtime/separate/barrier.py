@@ -69,9 +69,9 @@ class _Member:
 class Barrier:
     """The states of all components, kept by the host; the attribute `state` is the `RunState` that follows from them.
 
-    `components` are the names, the host's first. All components must be ready within `patience` seconds from `now`. A guest that
-    lost its connection may reconnect within `grace` seconds. After a failure, the host waits `grace` seconds for guests that have
-    never connected. All times are from one monotonic clock, and nothing here sends messages.
+    `components` are the names of all components, the host's first. The run fails if not all components are ready `patience`
+    seconds after `now`. A guest that lost its connection has `grace` seconds to reconnect. After a failure, the host waits
+    `grace` seconds for guests that have never connected. All times are from one monotonic clock. This class sends no messages.
     """
 
     def __init__(self, components: Sequence[str], patience: float, grace: float, now: float) -> None:
@@ -84,15 +84,18 @@ class Barrier:
         self._interrupted = False
 
     def connected(self, component: str) -> None:
-        """Record that the runtime of a guest has connected; the host then waits for this component without a deadline."""
+        """Record that the runtime of a guest has connected.
+
+        While the guest is connected, it has no deadline of its own; the deadline for the start of the run stays.
+        """
         self._members[component].until = _NEVER
         self._members[component].problem = "its cluster is not up"
 
     def disconnected(self, component: str, why: str, now: float) -> None:
         """Record that the connection to a guest is lost.
 
-        If it does not reconnect within `grace` seconds, its component has failed. `why` is the reason of the loss, for error
-        messages.
+        If the guest does not reconnect within `grace` seconds, its component has failed. `why` is the reason of the loss, for
+        error messages.
         """
         member = self._members[component]
         if member.until == _NEVER:

@@ -137,9 +137,9 @@ class Participant(Hooks, Listener, ABC):
             self.loop.stop()
 
     def _end_after(self, failed: str, why: str) -> End:
-        """Returns the reason with which this component's payload ends because a component has failed.
+        """Returns the reason for the end of this runtime's payload after a component has failed.
 
-        `failed` is the name of this component, perhaps this one, and `why` is the reason of its failure.
+        `failed` is the name of the failed component, which may be this runtime's own, and `why` says why that component failed.
         """
         if failed != self.spec.component_id:
             return End(EndReason.OTHER_COMPONENT, "component %r: %s" % (failed, why))
@@ -240,9 +240,9 @@ class Host(Participant):
 
 
 class Guest(Participant):
-    """The participant of a component other than the first: it tells the host its component's state, and learns the run's.
+    """The participant of any component but the first: it sends the component's state to the host, and receives the run's state.
 
-    Its exit code is 1 if the host was lost and its own payload did not succeed, otherwise 0.
+    Its exit code is 1 if the host was lost and the component's payload did not succeed, otherwise 0.
     """
 
     def _join(self) -> None:
@@ -317,9 +317,10 @@ def _end_of(payload: Payload) -> Ended:
 
 
 def join_barrier(supervisor: Supervisor, run_dir: str, *where: Any) -> Participant:
-    """Make a component's runtime take part in the barrier that its start record describes; returns the new participant.
+    """Make a component's runtime take part in the barrier; returns the new participant.
 
-    The first component's runtime becomes the host, the others become guests, which begin to connect to it. `run_dir` is the
+    The runtime's start record (`runtime.json`) describes the barrier. The first component's runtime becomes the host. The others
+    become guests, which begin to connect to the host. `supervisor` is the supervisor of this runtime, and `run_dir` is the
     directory of the whole run. `where` are the arguments `allocation` and `hosts` of `Participant`; without them, all components
     run on this machine.
     """
@@ -331,8 +332,9 @@ def join_barrier(supervisor: Supervisor, run_dir: str, *where: Any) -> Participa
 def component_share(spec: RuntimeSpec) -> Tuple[NodeResources, str]:
     """Returns the resources that a component gets when all components run on this machine, and a remark for the Dagster log.
 
-    `spec` is the start record of the component's runtime. The remark tells which CPUs and GPUs are simulated; it is "" if none
-    are, or without a Ray cluster. The function also changes `os.environ`, so that this process sees no GPUs of other components.
+    `spec` is the start record (`runtime.json`) of the component's runtime. The remark tells which CPUs and GPUs are simulated.
+    It is "" if none are simulated, or if the component has no Ray cluster. The function also changes `os.environ`, so that this
+    process sees no GPUs of other components.
     """
     assert spec.meeting is not None
     here = detect(with_gpus=True)

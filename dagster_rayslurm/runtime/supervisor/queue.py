@@ -99,7 +99,8 @@ def misfit(spec: PayloadSpec, machines: Sequence[NodeResources]) -> Optional[str
     """Returns an error text if a payload needs more of a resource than a node of `machines` has; None if all nodes have enough.
 
     In an allocation with components, a payload without Ray is compared only with the head node, the first of `machines`. A
-    payload with Ray is compared with all nodes, by the settings that its Ray cluster has for the node's component.
+    payload with Ray is compared with all nodes. The payload's Ray cluster may have other settings for each component; a node is
+    compared with the settings of the node's component.
     """
     for machine in machines if machines[0].component is None or spec.uses_ray else machines[:1]:
         own = spec
@@ -149,7 +150,8 @@ class Queue:
     # Seconds that the allocation must have left, at least, to start a payload without a time limit.
     margin: float = 0.0
     idle_timeout: Optional[float] = None
-    # Whether the runtime is in a Slurm job. Then runs that started the session may still be waiting to learn why it failed.
+    # Whether the runtime is in a Slurm job. If so, a session that failed stays reachable for `_FAILURE_TIME` seconds, so that the
+    # runs that started the session can learn why it failed.
     in_allocation: bool = False
     idle_since: float = 0.0
     arrived: Tuple[Entry, ...] = ()  # The waiting payloads in the order in which they came.
@@ -273,8 +275,9 @@ class Queue:
     def settled(self, now: float) -> Tuple[Queue, Optional[Tuple[Next, float]]]:
         """Returns the new queue, and how a runtime without payloads ends: what to do (`Next`), and after how many seconds.
 
-        The second part is None if the runtime has a payload, or is still waiting for its first payload without a time limit. The
-        new queue differs from `self` only for an open session without payloads: it records that the session is idle since `now`.
+        The second part is None in two cases: the runtime has a payload, or the runtime is no session and its first payload has
+        not come yet. The new queue differs from `self` only for an open session without payloads: it records that the session is
+        idle since `now`.
         """
         if self.arrived or self.running:
             return self, None

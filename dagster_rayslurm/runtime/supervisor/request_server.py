@@ -1,8 +1,8 @@
 """Receives requests from Dagster processes: from the file `cancel.json` of a payload, and for sessions over TCP.
 
 A request to run a payload has an id. So a client whose answer was lost may repeat the request, to this session or a later
-session, and the payload still runs only once. A session writes the address and the key of its TCP
-server into a file, its announcement.
+session, and the payload still runs only once. A session writes the address and the key of its TCP server into a file, its
+announcement.
 """
 
 from __future__ import annotations
@@ -157,10 +157,10 @@ class RequestServer(Listener):
             pass  # A full disk, or a file system that does not answer: the next poll may succeed.
 
     def _announce(self, found: Dict[str, Any], closing: Optional[str] = None) -> None:
-        """Update the announcement, and write it to its file unless `found`, the content of the file now, is the same already.
+        """Update the announcement, and write it to its file if it differs from `found`, the present content of the file.
 
-        If `found` belongs to another session, accept no more payloads, and leave the file as it is. `closing` is a reason why the
-        session accepts no more payloads; a reason that the supervisor has takes precedence.
+        If `found` belongs to another session, accept no more payloads, and leave the file as it is. `closing` says why the
+        session accepts no more payloads. If the supervisor knows a reason, the announcement has the supervisor's reason instead.
         """
         closing, served = self._supervisor.closing or closing, self._supervisor.queue.served
         if closing != self._announcement.closing:

@@ -1,7 +1,8 @@
 """The centre of the runtime on the first node: takes payloads from the queue, runs them with their Ray clusters, and ends them.
 
 `queue` decides which payload starts and when the runtime ends. The runtime of a session gets its payloads from clients. The
-runtime of a single payload gets this payload at its start.
+runtime of a single payload gets this payload at its start. A runtime drains when it lets its present payloads finish and accepts
+no more.
 """
 
 from __future__ import annotations
@@ -59,15 +60,16 @@ _MOST_NAMES = 8  # Most nodes that one message in the Dagster log names.
 class Supervisor:
     """Queues and runs the payloads of one runtime, on the first node of its allocation or on this machine.
 
-    If the start record `spec` describes a Ray cluster, this Ray cluster, the warm cluster, stays up for all payloads. Otherwise
-    each payload that uses Ray gets a Ray cluster of its own. `submit` queues a payload; `run` blocks until the runtime ends.
+    The start record `spec` (`runtime.json`) may describe a Ray cluster, the warm cluster, which stays up for all payloads. If it
+    describes none, each payload that uses Ray gets a Ray cluster of its own. `submit` queues a payload; `run` blocks until the
+    runtime ends.
     """
 
     loop: Loop
     spec: RuntimeSpec
     scratch: Scratch  # The private directory of this runtime.
     allocation: Optional[Allocation] = None  # The Slurm step of which this node is the first; None without Slurm.
-    log_dir: str = ""  # The directory in which the nodes of the allocation write their logs.
+    log_dir: str = ""  # The directory in which the nodes of the allocation write their logs; not used without Slurm.
     here: Optional[NodeResources] = None  # The resources of this node; None to detect them.
     hooks: Hooks = field(default_factory=Hooks)
     # Exit code of the payload that ended last. This process exits with the same code, so that Slurm's accounting shows it.
@@ -145,7 +147,8 @@ class Supervisor:
     def unhealthy(self) -> List[Unhealthy]:
         """The nodes that failed a health check, each as a dictionary with `node`, `check` and `found`.
 
-        They are those of the warm Ray cluster or, without a warm one, of the payload's own Ray cluster that failed last.
+        With a warm Ray cluster, these are nodes of this cluster. Otherwise they are nodes of the payload's own Ray cluster whose
+        failed health check made the session drain; the list is empty if there was no such Ray cluster.
         """
         return self._unhealthy if self.cluster is None else self.cluster.unhealthy
 
@@ -242,9 +245,10 @@ class Supervisor:
         return ends
 
     def settle(self) -> None:
-        """If this runtime has no payload, end it: at once, or after the idle timeout of a session unless a payload comes before.
+        """If this runtime has no payload, end it, at once or later; if it has a payload, do nothing.
 
-        If the runtime has a payload, do nothing. Must be called after each change that may leave the runtime without payloads.
+        An open session ends after its idle timeout, unless a payload comes before; `Queue.settled` decides this. Must be called
+        after each change that may leave the runtime without payloads.
         """
         self.queue, then = self.queue.settled(self.loop.now())
         what, delay = then or (None, 0.0)
@@ -406,10 +410,10 @@ class Supervisor:
         payload.start(env, messages, measurement, cluster.leak_check(spec.nonce) if cluster is not None and is_warm else None)
 
     def _archive_logs(self, payload: Payload, done: Callable[[], None]) -> None:
-        """Archive the logs of a failed payload's Ray cluster into its run directory; call `done` once when this has ended.
+        """Archive the logs of a failed payload's Ray cluster in the payload's run directory; call `done` once after that.
 
-        Does not block. If the payload has no Ray cluster, or if it never started in a session, nothing is archived, and `done` is
-        called immediately.
+        Does not block. Two kinds of payloads have nothing to archive: those without a Ray cluster, and those in a session that
+        never left the queue. For these, `done` is called immediately.
         """
         cluster = self._fresh.get(payload.spec.nonce) or (self.cluster if payload.spec.uses_ray else None)
         if cluster is None or (self.is_session and payload not in self._running):
@@ -468,8 +472,8 @@ class Supervisor:
     def _report_demand(self, cluster: RayCluster, payloads: List[Payload], said: Say) -> None:
         """Log `said`, a text about resources that Ray tasks wait for and `cluster` can never grant, in the logs of `payloads`.
 
-        If there is only one payload, if it is configured to fail in this case (`fails_infeasible`), and if no further node can
-        join the Ray cluster, the payload is ended.
+        The payload is ended if three conditions hold: it is the only one in `payloads`, its setting `fails_infeasible` is True,
+        and no further node of the Ray cluster is expected.
         """
         for payload in payloads:
             payload.phase(*said)
@@ -485,7 +489,8 @@ class Supervisor:
     def _lose_cluster(self, cluster: RayCluster, payloads: List[Payload], error: ClusterError) -> None:
         """Handle the failure `error` of a Ray cluster that did not start or was lost: end its `payloads`.
 
-        If it is the warm Ray cluster, the runtime ends too, unless it is ending already: then do nothing.
+        If the warm Ray cluster has failed, the runtime ends too; if the runtime is ending already, do nothing in this case. If
+        nodes of a payload's own Ray cluster failed a health check, and the payload has `leaves_unhealthy`, a session drains.
         """
         is_warm, end = cluster is self.cluster, End(error.reason, str(error))
         if is_warm and self.queue.ending is not None:
@@ -507,7 +512,11 @@ class Supervisor:
             self.drain("%s failed a health check" % ", ".join(each["node"] for each in cluster.unhealthy))
 
     def _handle_message(self, member: WorkerNode, message: Message) -> None:
-        """Pass a message of the worker node `member` to all Ray clusters; react to low memory, a lost node and a failed copy."""
+        """Pass a message of the worker node `member` to all Ray clusters, and react to three kinds of messages.
+
+        These say that the node is nearly out of memory, that the node is lost, or that the node has joined. The last kind may
+        have a remark for `_note_remark`.
+        """
         for cluster in self._clusters:
             cluster.handle(member, message)
         if message.get("event") == NodeEvent.MEMORY:
@@ -518,9 +527,10 @@ class Supervisor:
             self._note_remark(member.title, message.get("remark"))
 
     def _note_remark(self, name: str, remark: Optional[Sequence[str]]) -> None:
-        """Tell all payloads that the node `name` could not copy the environment to its disk; each node once, and few nodes.
+        """If the node `name` could not copy the environment to its disk, say so in the logs of all payloads.
 
-        `remark` is the phase and the message that the node sent about its copy; None if nodes make no copies.
+        `remark` has the phase and the message that the node sent about its copy; None if nodes make no copies. A node is named
+        only once, and at most `_MOST_NAMES` nodes are named.
         """
         if remark and remark[0] == local_copy.NO_COPY and name not in self._remarks and len(self._remarks) < _MOST_NAMES:
             self._remarks[name] = (remark[0], remark[1])
@@ -592,7 +602,7 @@ class Supervisor:
     def _foreign_pids(self, payload: Payload) -> List[int]:
         """Returns the ids of processes that, with all processes below them, do not count for the usage of `payload`.
 
-        These are the processes of other payloads, preload processes, simulated nodes and relays.
+        These are other payloads, simulated nodes, relays, and preload processes, which import modules in advance for payloads.
         """
         preloading = [] if self._preload_server is None else self._preload_server.pids()
         return [*(pid for pid in self._driver_pids() if pid != payload.pid), *preloading, *self.workers.pids, *self.relays.pids]

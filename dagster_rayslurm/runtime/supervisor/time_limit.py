@@ -94,9 +94,9 @@ class TimeLimit:
     def when(self, before: float, call: Callable[[float], None], asked: bool = False) -> None:
         """Have `call` called when the job has `before` seconds left; its argument is the exact number of seconds left.
 
-        If fewer seconds are left already, `call` is called immediately; if no limit is known, never. Shortly before the call,
-        squeue is run again, because an administrator may have moved the limit; if squeue does not answer, the last known limit
-        counts. Callers leave out `asked`, which is True only when this method calls itself after squeue was run.
+        If fewer seconds are left already, `call` is called immediately. If no limit is known, `call` is never called. Shortly
+        before the call, squeue is run again, because an administrator may have moved the limit. If squeue does not answer, the
+        last known limit counts. Callers leave out `asked`, which is True only when this method calls itself after squeue was run.
         """
         left = self.left()
         if left is None:
