@@ -47,7 +47,7 @@ class Plan:
     ray: RaySpec | None  # The settings of the payload's Ray cluster; None for a payload without Ray.
     footprint: Footprint  # What the payload or its Ray cluster requires of each node.
     secret_env: dict[str, str] = field(default_factory=dict, repr=False)  # Variables for the payload's driver process only.
-    uses_pipes: bool = True
+    uses_pipes: bool = True  # Whether the payload opens Dagster Pipes.
     script: str | None = None  # The script on this machine that the payload's command runs; None for other commands.
     # The components of the allocation, in the order of the Slurm job; () if there are none. Local mode simulates each component
     # by a node of Ray.
@@ -73,12 +73,13 @@ def make_plan(
 ) -> Plan:
     """Returns the plan of a payload; raises `ValueError` for an invalid argument. Starts and writes nothing.
 
-    `launcher` is the launcher after all changes of the call. `nonce` is a random text that no other payload has. `env` has
-    variables for the payload and the Ray workers, `secret_env` variables for the payload alone. `max_output_bytes` limits the
+    `launcher` is the launcher with the settings of the call merged in. `nonce` is a random text that no other payload has. `env`
+    has variables for the payload and the Ray workers, `secret_env` variables for the payload alone. `max_output_bytes` limits the
     size of all output files together, and `max_stdio_bytes` the size of the recorded stdout and stderr. `data_dir` is the
     directory that payloads share; None for the default on the cluster. `components` are those of the allocation, as
-    `merge_launchers` returns them. If `fails_infeasible` is True, the run will fail when a task, actor or placement group
-    waits for resources that no node of the Ray cluster can ever hold. The other arguments are those of `ComputeResource.run`.
+    `merge_launchers` returns them. If `fails_infeasible` is True, the run will fail when a task, actor or placement group waits
+    for resources that no node of the Ray cluster can ever hold. `uses_pipes` must be True or False: a mapping is invalid here.
+    The other arguments are those of `ComputeResource.run`.
     """
     both = sorted(set(env) & set(secret_env))
     if both:
@@ -221,10 +222,11 @@ def _existing_file(text: str) -> str | None:
 
 
 def _without_literals(quoted: re.Match[str]) -> str:
-    """Returns a quoted part of a command, in which "_" replaces each character that has no meaning to a shell inside the quotes.
+    """Returns a quoted part of a command, in which "_" replaces the characters that cannot belong to shell syntax there.
 
     `quoted` is the match of the part with its quotes. In double quotes, `$`, backquotes, opening brackets and word characters
-    stay, because they may form a variable or a command. For a part in other quotes, the result is "_".
+    stay, because they may form a variable or a command. For a part in single quotes, or a character after a backslash, the result
+    is "_".
     """
     return re.sub(r"\\.|[^\w$`({]", "_", quoted.group(), flags=re.DOTALL) if quoted.group().startswith('"') else "_"
 
@@ -300,8 +302,8 @@ def by_component(value: T | Mapping[str, T], names: Sequence[str], argument: str
     """Returns a dictionary with the value of an argument of `run()` for each component in `names`.
 
     `value` is one value for all components, or a mapping from component ids to values. A component that the mapping leaves out
-    gets the value `default`. Raises `ValueError` if the mapping has an unknown component, or if a component has no value. The
-    error message calls the argument `argument`.
+    gets the value `default`. Raises `ValueError` if the mapping has an unknown component, or if it leaves out a component and
+    `default` is None. `argument` is the argument's name in the error message.
     """
     if not isinstance(value, Mapping):
         return dict.fromkeys(names, value)

@@ -1,4 +1,7 @@
-"""The argument `requires` of `run()`: a check before submission that the Ray cluster can hold the resources a payload needs."""
+"""The argument `requires` of `run()`: a check before submission that the Ray cluster can hold the resources a payload needs.
+
+A bundle has the resources that one task, one actor or one part of a placement group needs on a single node.
+"""
 
 from __future__ import annotations
 
@@ -93,8 +96,8 @@ def nodes_of_machine(ray: RaySpec, machine: NodeResources) -> list[AskedNodes]:
 def _asked(ray: RaySpec, component_id: str | None, count: int, cpus: float, gpus: float, memory: float) -> AskedNodes:
     """Returns an `AskedNodes` for the `count` equal nodes of a component. Without components, `component_id` is None.
 
-    `cpus`, `gpus` and `memory` (in bytes) are the amounts that each node has. An amount that `ray` sets for the node replaces
-    this amount. Memory that `ray` sets for the object store is subtracted from `memory`.
+    `cpus`, `gpus` and `memory` (in bytes) are the amounts that each node has. If `ray` sets a number of CPUs or GPUs for the
+    node, this number replaces `cpus` or `gpus`. The memory that `ray` sets for the object store is subtracted from `memory`.
     """
     spec = node_spec(ray, component_id)
     resources = {

@@ -14,10 +14,10 @@ from .ssh.config import SSHConnectionResource
 
 
 def resource_from(table: Mapping[str, Any], where: str) -> ComputeResource:
-    """Returns the resource with the fields in `table`; raises `ValueError`, which names the place `where`, for invalid fields.
+    """Returns the resource with the fields in `table`; raises `ValueError` for invalid fields.
 
-    In `table`, `{"env": "NAME"}` stands for `dg.EnvVar("NAME")`. The key `kind` in the table of a launcher or environment names
-    the class of the launcher or environment.
+    `where` tells in the error message where the table comes from, such as a file. In `table`, `{"env": "NAME"}` stands for
+    `dg.EnvVar("NAME")`. The key `kind` in the table of a launcher or environment names the class of the launcher or environment.
     """
     fields = with_variables(dict(table))
     try:

@@ -1,4 +1,8 @@
-"""The verdict on a payload from its evidence: success, or a kind of failure with a sentence for the user. No side effects."""
+"""The verdict on a payload from its evidence: success, or a kind of failure with a sentence for the user. No side effects.
+
+The evidence is all that Dagster's side knows about one payload, mostly from its run record. The `end` record, or `end`, is the
+last record there, and tells how the payload ended.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +72,8 @@ class Judged:
 def needs_job_facts(evidence: Evidence) -> bool:
     """Returns whether Slurm's accounting may explain the end of a payload better than the payload's record does.
 
-    Slurm may know more if the record has no `end`, if a signal ended the payload, or if the nodes of a component were lost.
+    Slurm may know more in three cases: the record has no `end`, and the evidence does not tell why; SIGKILL or a signal to the
+    runtime ended the payload; or a Ray cluster was lost, and the job has several components.
     """
     end = evidence.end
     if end is None:
@@ -86,8 +91,8 @@ def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdi
     """Returns the verdict on a payload from its evidence: success, or the kind of failure and a sentence.
 
     Success needs an `end` with exit code 0, a record without damaged lines, no exception reported through Pipes, and no message
-    that Dagster refused. If both `uses_pipes` and `require_messages` are True, a payload that did not open and close Pipes has
-    failed.
+    that Dagster refused. `uses_pipes` tells whether the payload uses Dagster Pipes. If both `uses_pipes` and `require_messages`
+    are True, a payload that did not open and close Pipes has failed.
     """
     end = evidence.end
     if needs_job_facts(evidence) and (by_slurm := judge_job(evidence)) is not None:
@@ -107,7 +112,10 @@ def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdi
 
 
 def unhealthy_nodes(rows: Sequence[Mapping[str, str]]) -> tuple[UnhealthyNode, ...]:
-    """Returns the nodes that failed a health check; `rows` come from a run record or a session's announcement."""
+    """Returns the nodes that failed a health check.
+
+    `rows` has the node, check and finding of each failure, from a run record or from a session's announcement (`session.json`).
+    """
     return tuple(UnhealthyNode(each["node"], each["check"], each["found"]) for each in rows)
 
 
@@ -220,7 +228,7 @@ def signal_name(number: int) -> str:
 
 
 def with_hint(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """Returns the verdict; if the sentence names an exception that is common in payloads, a hint on what to do is added."""
+    """Returns `verdict`, or a copy with a hint for the user if the sentence names an exception that is common in payloads."""
     context: Mapping[str, Any] = (evidence.end or {}).get("context") or {}
     for pattern, hint in _HINTS.items() if verdict.kind == FailureKind.PAYLOAD else ():
         if re.search(pattern, verdict.sentence):
@@ -291,7 +299,7 @@ _LONGEST = 400  # Most characters of an exception in a sentence.
 class Raised:
     """One exception, as read from the text of a traceback."""
 
-    link: str = ""  # How the exception before led to this exception: "cause", "context", or "" if there is no link.
+    link: str = ""  # How the previous exception led to this one: "cause", "context", or "" if there is no link.
     harmless: bool = False  # Whether the process survived the exception.
     task: str = ""  # The Ray task that raised the exception; "" for the payload's own process.
     address: str = ""  # The IP address of the task's node.
@@ -323,9 +331,10 @@ def shortened(text: str) -> str:
 
 
 def exception_in_words(found: list[Raised], nodes: Mapping[str, str]) -> str:
-    """Returns a clause about the last exception in `found`, followed by ", caused by" and its original cause if it has a cause.
+    """Returns a clause about the last exception in `found`.
 
-    `found` is a result of `read_traceback`, with at least one exception. `nodes` has the hostnames of nodes by IP address.
+    If this exception has a cause, ", caused by" and the original cause follow. `found` is a result of `read_traceback`, with at
+    least one exception. `nodes` has the hostnames of nodes by IP address.
     """
     last = cause = len(found) - 1
     while cause > 0 and found[cause].link == "cause":
@@ -375,7 +384,10 @@ def read_traceback(text: str) -> list[Raised]:
 
 
 def _take_text(current: Raised, line: str) -> None:
-    """Add the content of `line`, a line behind the frames of a traceback, to the exception: name, message, or Ray actor."""
+    """Add what `line` tells to the exception `current`: its name, a line of its message, or its Ray actor.
+
+    `line` is a line after the frames of a traceback.
+    """
     actor = _ACTOR.match(line)
     if actor and current.text:
         current.text = f"{current.text.rstrip('.')}, {actor[1]} {actor[2]}"

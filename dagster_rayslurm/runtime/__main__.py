@@ -30,8 +30,9 @@ def run(spec, run_dir):  # type: (RuntimeSpec, str) -> int
     """Run the payload of the run directory `run_dir` without Slurm, and block until the payload has ended; returns 0.
 
     Returns 0 even if the payload has failed: the run record tells the result. If the parent process ends, the payload is
-    cancelled. `spec` is the start record of the runtime. If `spec` has a barrier, this process runs one of several components on
-    this machine.
+    cancelled. `spec` is the start record of the runtime, which tells the runtime what to do. If `spec` has a barrier
+    (`spec.meeting`), this process runs the payload of one of several components on this machine. The components wait for each
+    other at the barrier.
     """
     from dataclasses import replace
 
@@ -201,8 +202,8 @@ def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
 def _lead_or_work(spec, here, log_dir, lead):  # type: (RuntimeSpec, allocation.Allocation, str, Lead) -> int
     """On the first node of the allocation `here`, call `lead`; on another node, run a worker node. Returns the exit code.
 
-    `lead` is called with a new supervisor, which runs payloads, and with `here`, and returns the exit code. `spec` is the start
-    record. `log_dir` is the directory of the nodes' logs. Blocks until the runtime of this node ends.
+    `lead` is a function that runs payloads and returns the exit code. Its arguments are a new supervisor and `here`. `spec` is
+    the start record. `log_dir` is the directory of the nodes' logs. Blocks until the runtime of this node ends.
     """
     if here.node_id == 0:
         return lead(_supervisor(spec, allocation=here, log_dir=log_dir), here)
@@ -226,8 +227,8 @@ _ROLES = {"run": run, "serve": serve, **_IN_A_STEP}  # Roles that run payloads; 
 def main(argv):  # type: (list[str]) -> int
     """Run the role that the first word of `argv` names, such as `node`; returns the role's exit code.
 
-    `argv` has the words of the command line after the program; the module's docstring lists the roles. The process exits with
-    that docstring for an unknown role.
+    `argv` has the words of the command line after the program; the module's docstring lists the roles. For an unknown role, the
+    process prints that docstring as an error message and exits.
     """
     role = argv[0] if argv else ""
     if role == "ray-node":

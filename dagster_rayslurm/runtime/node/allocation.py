@@ -47,7 +47,7 @@ class Allocation:
     account: str = ""  # Empty where Slurm has no accounts.
     restarts: int = 0  # How often Slurm has requeued the job.
     components: List[Component] = field(default_factory=list)  # Two or more if the job is heterogeneous, in the job's order.
-    first: int = 0  # Index in the step of the first of `nodes`; not 0 only if `nodes` are those of a later component.
+    first: int = 0  # Index of `nodes[0]` among all nodes of the step; 0 unless `nodes` are those of a later component.
 
     def group_of(self, node_id: int) -> int:
         """Index in `components` of the component that contains the node `nodes[node_id]`; 0 if there are no components."""
@@ -89,7 +89,7 @@ class Allocation:
 def from_environ(environ: Mapping[str, str]) -> Optional[Allocation]:
     """Returns the allocation that `environ`, the environment variables of a Slurm task, describes; None outside of a Slurm step.
 
-    The components have no names yet (`select_component`).
+    The components have no names yet; `select_component` adds the names.
     """
     if "SLURM_JOB_ID" not in environ or "SLURM_NODEID" not in environ:
         return None
@@ -122,9 +122,9 @@ def from_environ(environ: Mapping[str, str]) -> Optional[Allocation]:
 def head_address(allocation: Allocation) -> str:
     """Returns the address by which other nodes reach the head node. May only be called on the head node.
 
-    If `allocation.head_addresses` begins with an address and not with the head's name, or if the job has a single node, the
-    result is this first entry. Otherwise it is the head's own address on the route to another node, or else on the default route,
-    but no loopback address. Without any such address, the result is the head's name.
+    The result is the first entry of `allocation.head_addresses` if this entry is not the head's name, or if the job has a single
+    node. Otherwise the result is the head's own address on the route to another node, or else on the default route. Loopback
+    addresses do not count. If no address is found, the result is the head's name.
     """
     known, *_ = allocation.head_addresses
     name, *others = allocation.nodes

@@ -38,8 +38,8 @@ def parse_joules(text: Optional[str]) -> Optional[int]:
 def own_step(environ: Mapping[str, str]) -> Optional[str]:
     """Return the id of this task's Slurm step, such as "17.0", for queries of energy.
 
-    None if energy cannot or should not be queried. This is so outside of a step; in a heterogeneous job, whose steps have several
-    ids; and in an element of a job array, because thousands of elements would each send a query to slurmctld.
+    The result is None, and energy is not queried, in three cases: outside of a step; in a heterogeneous job, because its steps
+    have several ids; and in an element of a job array, because thousands of elements would each send a query to slurmctld.
     """
     job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
     left_out = environ.get("SLURM_HET_SIZE") or environ.get("SLURM_ARRAY_JOB_ID")

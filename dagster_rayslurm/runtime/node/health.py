@@ -34,10 +34,10 @@ class Order:
 
     checks: List[str]
     gpus: Optional[int] = None  # GPUs that the node must have; None where they are simulated.
-    visible: List[str] = field(default_factory=list)  # Names of the GPUs that were granted.
-    scratch: str = "/tmp"
-    shared: Optional[str] = None  # Directory on the shared file system.
-    interface: Optional[str] = None  # The launcher's `network_interface`.
+    visible: List[str] = field(default_factory=list)  # Indices or UUIDs of the GPUs that were granted; [] if none or unknown.
+    scratch: str = "/tmp"  # Directory on the node's own disk; "disk-space" checks this disk by default.
+    shared: Optional[str] = None  # Directory on the shared file system, for "clock"; None if there is none.
+    interface: Optional[str] = None  # The launcher's `network_interface`; None if it is not set.
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -58,7 +58,8 @@ def name_of(check: str) -> str:
 def value_error(check: str) -> Optional[str]:
     """Returns an error text if `check`, such as "clock=soon", gives a built-in check a value that it cannot take; otherwise None.
 
-    Some checks take no value at all. A check without "=" has no value, and the result is None.
+    The value is the text after "=". For a built-in check that takes no value, every value is an error. If `check` has no "=",
+    the result is None.
     """
     name, equals, value = check.partition("=")
     if not equals:
@@ -121,9 +122,9 @@ class Disk(NamedTuple):
 
     path: str
     total: int  # Bytes.
-    free: int
-    nodes: int  # Inodes, which limit the number of files: all and the free ones; 0 if there is no limit.
-    free_nodes: int
+    free: int  # Bytes.
+    nodes: int  # Number of inodes, which is the most files that the file system can have; 0 if there is no limit.
+    free_nodes: int  # Number of free inodes.
 
 
 def disk_space_problem(disk: Disk, wanted: Optional[int]) -> Optional[str]:

@@ -109,11 +109,11 @@ def pause(used: int, limit: int) -> float:
 
 
 def _victim(state: State, sample: Sample, now: float) -> Optional[Group]:
-    """Returns the Ray worker to kill: the one that uses most memory; None if no worker is to be killed now.
+    """Returns the Ray worker to kill, the one that uses most memory; None if no worker is to be killed now.
 
-    That is so while the last victim still runs, for `_SETTLE` seconds after it was killed. It is also so if a payload's own
-    process uses more than any worker, or if the largest worker is so small that killing it would not help. Groups of the kind
-    `SYSTEM` do not count.
+    No worker is to be killed in three cases: the last victim was killed less than `_SETTLE` seconds ago and still runs; a
+    payload's own process uses more than any worker; or the largest worker is so small that killing it would not help. Groups of
+    the kind `SYSTEM` do not count.
     """
     if state.victim in {group.pid for group in sample.groups} and now < state.killed_at + _SETTLE:
         return None
@@ -310,7 +310,7 @@ class MemoryWatch:
     def _query_slurm(self) -> None:
         """Start `scontrol show config` without waiting.
 
-        Its output goes to `_answered`, or None if the program fails or is missing.
+        `_answered` is called with the program's output, or with None if the program fails or is missing.
         """
         self._queried = True
         try:

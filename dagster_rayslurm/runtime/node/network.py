@@ -140,9 +140,9 @@ def parse_range(text: str) -> Tuple[int, int]:
 def control_ports(port_range: Optional[str], count: int = 8) -> List[int]:
     """Returns up to `count` ports, in random order; the runtime of the head node listens on the first of them that is free there.
 
-    The ports are chosen before the head node is known. Without a `port_range`, they are from 10000 to 32767. In a `port_range`
-    ("LOW-HIGH"), they are the last ports of blocks of `BLOCK` ports, which Ray uses only for workers. Raises ValueError if
-    `port_range` is not valid.
+    The ports are chosen before the head node is known. Without a `port_range`, they are from 10000 to 32767. With a `port_range`
+    ("LOW-HIGH"), each is the last port of a block of `BLOCK` ports. Ray uses the last port of a block only for workers. Raises
+    ValueError if `port_range` is not valid.
     """
     if port_range:
         low, high = parse_range(port_range)

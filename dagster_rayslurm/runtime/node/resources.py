@@ -46,8 +46,9 @@ def node_footprint(spec: Union[RaySpec, NodeSpec]) -> Footprint:
 def payload_footprint(spec: PayloadSpec) -> Footprint:
     """Returns what a payload requires of each of its nodes.
 
-    If the payload has a Ray cluster of its own, the result has first the requirements of this Ray cluster. The payload's settings
-    `num_cpus` and `num_gpus` follow, but not for a unit, CPUs or GPUs, of which the Ray cluster requires a number already.
+    If the payload has a Ray cluster of its own, the requirements of this Ray cluster come first. The payload's settings
+    `num_cpus` and `num_gpus` follow. `num_cpus` is left out if the Ray cluster already requires a number of CPUs, and `num_gpus`
+    is left out if it requires a number of GPUs.
     """
     own = node_footprint(spec.ray) if spec.ray is not None else ()
     units = {requirement.unit for requirement in own if requirement.amount is not None}
@@ -109,7 +110,7 @@ def footprint_error(footprint: Footprint, node: NodeResources) -> Optional[str]:
 
 
 def may_need_gpus(spec: RuntimeSpec) -> bool:
-    """Returns whether payloads of this runtime may need GPUs; otherwise the runtime saves the time to count them."""
+    """Returns whether payloads of this runtime may need GPUs; if not, the runtime does not count the GPUs, which saves time."""
     asked = any([spec.asked_gpus, *(component.asked_gpus for component in spec.components)])
     return spec.ray is not None or asked or (spec.idle_timeout is not None and spec.control_key is not None)
 
@@ -228,7 +229,7 @@ def granted_gpus(environ: Mapping[str, str]) -> Optional[List[str]]:
 
 
 def visible_gpus(environ: Mapping[str, str], count: int) -> Tuple[str, List[str]]:
-    """Returns the name of the environment variable that limits the visible GPUs, and the first `count` GPUs that it has.
+    """Returns the name of the environment variable that limits the visible GPUs, and the first `count` GPUs in its value.
 
     If no such variable is set in `environ`, the result is CUDA_VISIBLE_DEVICES with the indices from 0. Several tiles of one
     Intel device count as one GPU.
@@ -238,7 +239,10 @@ def visible_gpus(environ: Mapping[str, str], count: int) -> Tuple[str, List[str]
 
 
 def _visible(environ: Mapping[str, str]) -> Optional[Tuple[str, List[str]]]:
-    """Returns the name of the environment variable that limits the visible GPUs, and the GPUs that it has; None without one."""
+    """Returns the name of the environment variable that limits the visible GPUs, and the GPUs in its value.
+
+    The result is None if no such variable is set in `environ`.
+    """
     variable = next((name for name in GPU_VARIABLES[:-1] if name in environ), None)
     if variable is None:
         return None
@@ -258,7 +262,7 @@ def _visible(environ: Mapping[str, str]) -> Optional[Tuple[str, List[str]]]:
 def _devices(visible: str) -> List[str]:
     """Returns the GPUs (indices or UUIDs) in the value of a variable such as CUDA_VISIBLE_DEVICES.
 
-    Empty if it stands for no GPU.
+    The list is empty if the value stands for no GPU, such as "NoDevFiles" or "".
     """
     names = [name.strip() for name in visible.split(",")]
     return [name for name in names if name and name not in ("NoDevFiles", "-1", "none", "void")]
@@ -309,11 +313,11 @@ def simulated_shares(spec: RuntimeSpec, here: NodeResources) -> List[Share]:
 
 
 def component_shares(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str, Sequence[str]]) -> List[Share]:
-    """Returns the share of this machine that each component gets, in the order of the start record. A pure function.
+    """Returns the share of this machine that each component gets, in the order of `spec.components`. A pure function.
 
     Each component gets all CPUs unless it requests another number, because simulated components are rarely busy at the same time.
-    GPUs are assigned one component after another; if too few are left for one, Ray counts GPUs there that do not exist. `here`
-    has the resources of this machine, and `visible` is the result of `visible_gpus`.
+    GPUs are assigned to one component after another. If too few GPUs are left for a component, its missing GPUs are simulated:
+    Ray counts GPUs that do not exist. `here` has the resources of this machine, and `visible` is the result of `visible_gpus`.
     """
     variable, left = visible[0], list(visible[1])
     nodes = {each.component_id: each for each in spec.ray.components} if spec.ray is not None else {}

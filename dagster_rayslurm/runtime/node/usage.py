@@ -164,10 +164,10 @@ def logs_of(ray_temp_dir: str) -> str:
 
 
 def started_ahead(log_dir: str) -> Tuple[int, Set[int]]:
-    """Returns how many workers Ray has started on this node before there was a job for them, and which still wait for one.
+    """Returns how many workers Ray has started on this node ahead of a job, and the ids of those that still wait for a job.
 
-    The second part has process ids. The number also counts the workers that have ended or got a job. `log_dir` is the directory
-    of Ray's logs on this node.
+    The number also counts workers that have since ended or got a job. The ids are process ids. `log_dir` is the directory of
+    Ray's logs on this node.
     """
     ahead = [(pid, path) for pid, job, path in _logs(log_dir, _WORKER_LOG) if job == _NO_JOB]
     return len(ahead), {pid for pid, path in ahead if command_line(pid).startswith(b"ray::") and not _logged_job(path)}
@@ -269,6 +269,7 @@ class Usage:
     elapsed: float = 0.0
     cpu_seconds: float = 0.0
     peak_memory: int = 0
+    # Figures of the granted GPUs; None if there are no figures, for example because no GPU is granted.
     gpu_utilization_mean: Optional[float] = None
     gpu_utilization_max: Optional[float] = None
     gpu_memory_max: Optional[int] = None
@@ -368,8 +369,8 @@ class UsageSampler:
     ray_temp_dir: Optional[str] = None  # Ray's temporary directory, whose spilled objects are counted; None to count none.
     # Returns the ids of processes that do not count, because they and all processes below them belong to other payloads.
     excluded: Callable[[], Iterable[int]] = lambda: ()
-    # Returns the ids of processes; all processes below them count, but not these processes themselves, and no GPUs. If `roots` is
-    # None, all processes below this process count, and the GPUs of this node.
+    # Returns the ids of processes: only the processes below these count, and not these processes themselves. GPUs do not count.
+    # If `roots` is None, all processes below this process count, and so do the GPUs of this node.
     roots: Optional[Callable[[], Iterable[int]]] = None
     jobs: Optional[RayJobs] = None  # Attributes the processes of a shared Ray cluster; None if the cluster is the payload's own.
     sampled: Callable[[], None] = lambda: None  # Called after each sample.
@@ -475,8 +476,8 @@ def _merge_point(point: List[float], others: List[List[List[float]]]) -> List[fl
     """Returns a point of the usage chart for all nodes: `point`, which is the head's, combined with points of the other nodes.
 
     A point has seconds since the start, busy CPUs and bytes of memory. `others` has the points of each other node, in the order
-    of time; of each node the latest counts that is not newer than `point`. The busy CPUs are summed, and the memory is that of
-    the node that uses most.
+    of time. Each other node counts with its latest point that is not newer than `point`. The busy CPUs are summed, and the memory
+    is that of the node that uses most.
     """
     at = point[0]
     latest = [point, *(other for points in others for other in [each for each in points if each[0] <= at][-1:])]

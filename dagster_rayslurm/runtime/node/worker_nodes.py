@@ -44,16 +44,16 @@ class WorkerNode:
     name: str
     component: Optional[str] = None
     machine: Optional[NodeResources] = None  # The resources that the node reports when it joins.
-    commands: Dict[str, Message] = field(default_factory=dict)  # Commands to send again when the node reconnects, by subject.
+    commands: Dict[str, Message] = field(default_factory=dict)  # Commands to send again after a reconnection, by `_subject`.
     gone: bool = False  # Whether the node has not reconnected in time after a loss.
     grace: Timer = field(default_factory=Timer)  # Runs from the loss of the connection until the node counts as gone.
     channel: Optional[Channel] = None  # The newest connection; None while the node is not connected.
 
     @property
     def pids(self) -> List[int]:
-        """Ids of the processes on this machine that are the node's Ray.
+        """Ids of Ray's topmost processes on the node, one for each Ray cluster, if the node is simulated on this machine.
 
-        Empty, except for a node that is simulated on this machine.
+        The list is empty for a node on another machine.
         """
         return []
 
@@ -116,9 +116,9 @@ class WorkerNodes(Listener):
 
     @property
     def pids(self) -> List[int]:
-        """Ids of the processes on this machine that are Ray on the nodes.
+        """Ids of Ray's topmost processes on those nodes that are simulated on this machine.
 
-        Empty, except for nodes that are simulated on this machine.
+        The list is empty if all nodes are on other machines.
         """
         return [pid for node in self.members.values() for pid in node.pids]
 
@@ -178,9 +178,9 @@ class WorkerNodes(Listener):
     def wait_gone(self, patience: float) -> None:
         """At the end of this runtime, block until all worker nodes have disconnected, or until time limits are over.
 
-        The nodes have `_STOP_TIMEOUT` seconds to clean up; without this wait, the end of this runtime could end them before. If a
-        node has never connected, this method first waits up to `patience` seconds until all nodes have connected, because only
-        this runtime can tell such a node to end.
+        The nodes have `_STOP_TIMEOUT` seconds to clean up. If this runtime ended without this wait, the nodes could be ended
+        before they have cleaned up. If a node has never connected, this method first waits up to `patience` seconds until all
+        nodes have connected, because only this runtime can tell such a node to end.
         """
         if patience > 0 and not self._all_joined():
             self.loop.resume(patience)

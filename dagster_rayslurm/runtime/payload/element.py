@@ -1,7 +1,8 @@
 """The start records of one element of a job array; each element runs one chunk of a step's partitions.
 
-The directory of the array has the start records that all elements share, and the Pipes context with the chunks, in the order of
-the elements. Each element makes its own start records from these files, so one upload serves all elements.
+Start records are JSON files that tell a runtime what to do, `runtime.json` for the runtime and `payload.json` for a payload. The
+directory of the array has the start records that all elements share, and the Pipes context with the chunks, in the order of the
+elements. Each element makes its own start records from these files, so one upload serves all elements.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Element:
     def spec(self, spec: RuntimeSpec) -> RuntimeSpec:
         """Returns a copy of `spec`, the start record of the whole array, for the runtime of this element.
 
-        The copy has the element's own cluster id and control key, and the variables with the partition keys for Ray workers.
+        The copy has the element's own cluster id, its own control key (the secret that the runtimes of the element's nodes
+        share), and variables that tell Ray workers the partition keys.
         """
         key = spec.control_key and derive_key(spec.control_key, "element %d" % self.number)
         worker_env = {**spec.worker_env, **self._variables}
@@ -49,9 +51,10 @@ class Element:
         return dataclasses.replace(spec, cluster_id=cluster_id, control_key=key, worker_env=worker_env)
 
     def lay_out(self) -> None:
-        """Write the start record, the Pipes context and the secrets of this element's payload into the element's run directory.
+        """Write the files of this element's payload into the element's run directory.
 
-        To be called only on the element's first node. Raises OSError if a file cannot be read or written.
+        The files are the payload's start record, the Pipes context, the partition keys and the secrets, if there are any. To be
+        called only on the element's first node. Raises OSError if a file cannot be read or written.
         """
         payload = from_json(PayloadSpec, read_text(os.path.join(self.array_dir, PAYLOAD)))
         env = {**payload.env, **self._variables}

@@ -1,4 +1,7 @@
-"""Prepares a payload's environment variables and working directory, and finds a Ray cluster that a payload starts itself."""
+"""Prepares a payload's environment variables and working directory, and finds a Ray cluster that a payload starts itself.
+
+The preset for the network fabric is the set of environment variables that the launcher's field `fabric` stands for.
+"""
 
 from __future__ import annotations
 
@@ -136,8 +139,8 @@ def lay_out_work_dir(work_dir: str, spec: PayloadSpec) -> None:
 def find_own_ray(run_dir: str, node: NodeResources, has_cluster: bool, max_age: float) -> Optional[str]:
     """Looks for a Ray cluster that a payload has started itself.
 
-    Returns a warning about it, or None if there is nothing to warn of. Such a Ray cluster has a raylet on this node with the
-    payload's run directory in its environment.
+    Returns a warning about this Ray cluster; None if there is no such Ray cluster, or if no warning is needed. The sign of such a
+    Ray cluster is a raylet on this node whose environment has the payload's run directory.
 
     Args:
         run_dir: The payload's run directory.

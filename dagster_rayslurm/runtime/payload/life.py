@@ -1,4 +1,7 @@
-"""`Life`, the state machine of one payload: decides what happens next, without side effects."""
+"""`Life`, the state machine of one payload: decides what happens next, without side effects.
+
+The `end` record is the last record that `Payload` writes about a payload; it tells how the payload ended.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ class Life:
     forced: Optional[End] = None  # Why the runtime ends the payload; None if the runtime does not.
     # When SIGKILL is due, in seconds of the loop's clock; None unless the payload is being ended.
     kill_at: Optional[float] = None
-    awaited: FrozenSet[Awaited] = frozenset()
+    awaited: FrozenSet[Awaited] = frozenset()  # The events for which the `end` record still waits.
 
     @property
     def result(self) -> Optional[End]:
@@ -82,9 +85,9 @@ class Life:
     def end_early(self, end: End, grace: float, now: float) -> Tuple[Life, List[Do]]:
         """Handle the runtime's decision to end the payload; returns the next state and the actions to take now.
 
-        `end` is the reason for the `end` record, which the first such decision determines. `grace` has the seconds from SIGTERM
-        to SIGKILL, and `now` is the time of `Loop.now`. A decision after the end of the process has an effect only in the cases
-        that `Payload.end_early` describes.
+        `end` is the reason for the `end` record; only the reason of the first such decision counts. `grace` has the seconds from
+        SIGTERM to SIGKILL, and `now` is the time of `Loop.now`. A decision after the end of the process has an effect only in the
+        cases that `Payload.end_early` describes.
         """
         unrecorded, forced = end.reason == EndReason.RECORD, replace(self, forced=self.forced or end)
         if self.phase == Phase.SEARCHING:  # Only the `end` remains to be recorded, so a failed write changes nothing.

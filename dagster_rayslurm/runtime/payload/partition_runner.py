@@ -216,7 +216,7 @@ def variables_of(chunk: Chunk, path: str) -> Dict[str, str]:
 
 
 def span_of(keys: Iterable[str]) -> str:
-    """Returns the words for the keys of a chunk: "a", or "a to c"."""
+    """Returns the keys of a chunk in words: "a" for the single key a, "a to c" for the keys from a to c."""
     first, last = _ends(keys)
     return first if first == last else "%s to %s" % (first, last)
 
@@ -271,9 +271,9 @@ def _show(path: str, number: int, title: str) -> str:
 def granted_cpus(directory: str) -> int:
     """Returns how many CPUs of this node the payload may use.
 
-    In a session, this is the number of CPUs reserved for the payload, from the start record in `directory`, the payload's run
-    directory. Otherwise it is the number of CPUs to which this process is bound, but at most SLURM_CPUS_ON_NODE, which alone
-    counts where Slurm binds no processes (srun(1)).
+    If a session has reserved CPUs for the payload, the result is their number, from the start record in `directory`, the
+    payload's run directory. Otherwise the result is the number of CPUs on which this process may run, but at most
+    SLURM_CPUS_ON_NODE. This limit matters where Slurm does not bind processes to CPUs (srun(1)).
     """
     with contextlib.suppress(OSError), open(os.path.join(directory, "payload.json"), encoding="utf-8") as file:
         reserved = json.load(file).get("want_cpus")
@@ -329,10 +329,10 @@ def become(command: List[str], env: Dict[str, str], parent: int) -> None:
 
 
 def main() -> int:
-    """Run the command of the payload once for each chunk, and return the exit code: 0 when all chunks have ended.
+    """Run the command of the payload once for each chunk, and return the exit code of this program.
 
-    It is 0 even if chunks have failed, and 143 after SIGTERM. The function also returns in each forked process, with 0, when
-    the chunk's script has ended without an exception.
+    The exit code is 143 after SIGTERM, otherwise 0, even if chunks have failed. The function also returns in a forked process,
+    with 0, when the chunk's script has run in this process and has ended without an exception.
     """
     __import__("preload_child")
     del sys.path[0]  # The directory of this file.

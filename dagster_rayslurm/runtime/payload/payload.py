@@ -1,6 +1,9 @@
 """Runs one payload, from the queue to the `end` record.
 
 `Life`, in `life.py`, decides what happens next. `Payload` and `PayloadProcess` act on these decisions.
+
+The run record of a payload has two files: the journal, a file of records, and the payload's output. The `end` record is the last
+record of the journal, and tells how the payload ended.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ class Payload:
     files: RunRecord
     environ: Environment  # The variables on which the environment of the process is based.
     preload_server: Optional[PreloadServer] = None  # Forks the process if the payload has modules to preload.
-    ending: Life = field(default_factory=Life)
+    ending: Life = field(default_factory=Life)  # The state of this payload.
     # Facts about the Ray cluster and the nodes; the `end` record repeats them, so that metadata needs no other record.
     context: Dict[str, Any] = field(default_factory=dict)
     place: Optional[int] = None  # Place in the queue that the Dagster log shows; None before the first report.
@@ -70,7 +73,7 @@ class Payload:
     component_env: Environment = field(default_factory=dict)
     # Callbacks for after the `end` record; the event loop calls them, never a method of this payload.
     on_ended: List[Callable[[], None]] = field(default_factory=list)
-    # Archives Ray's logs if the payload has failed, and calls back.
+    # Called when the payload has failed: archives Ray's logs without blocking, and calls its argument once this has ended.
     archive_logs: Callable[[Callable[[], None]], None] = lambda done: done()
     # Asks for the joules that the payload's Slurm step has consumed; returns False if its argument will not be called.
     query_energy: Callable[[Callable[[Optional[int]], None]], bool] = lambda _: False
@@ -81,9 +84,9 @@ class Payload:
     _leak_check: Optional[LeakCheck] = None
     _message_file: Optional[BinaryIO] = None  # The file to which `dagster_pipes` appends messages.
     _messages: int = 0  # Number of Pipes messages copied so far.
-    _partial: bytes = b""
-    _unwritten_end: Optional[Record] = None
-    _warned: bool = False
+    _partial: bytes = b""  # The beginning of a line of Pipes messages whose end has not been read yet.
+    _unwritten_end: Optional[Record] = None  # The `end` record until it is written.
+    _warned: bool = False  # Whether `check_own_ray` has warned.
 
     def __post_init__(self) -> None:
         self._work_dir = os.path.join(self.run_dir, "work")
@@ -124,7 +127,7 @@ class Payload:
     def keep(self, *records: Record) -> None:
         """Append records that must not be lost to the journal.
 
-        If this fails, the payload is ended, because its results would be lost.
+        If this fails, the payload is ended: without a record, its results would be lost.
         """
         self._guarded(lambda: self.files.write(*records))
 
@@ -188,7 +191,7 @@ class Payload:
     def _guarded(self, write: Callable[[], None]) -> None:
         """Call `write`, which writes to the run directory; if `write` raises OSError, end the payload with the reason RECORD.
 
-        Otherwise the payload's results would be lost.
+        If the payload went on without a record, its results would be lost.
         """
         try:
             write()
@@ -239,9 +242,9 @@ class Payload:
         self._process.start({**env, **self.component_env}, self._work_dir)
 
     def signal(self, signum: int) -> bool:
-        """Send a signal to the payload's process group; returns False if the process has not started yet, otherwise True.
+        """Send a signal to the payload's process group; returns whether the process has started.
 
-        In the first case, the process gets the signal as soon as it starts. If the process has ended, no signal is sent.
+        If the process has not started yet, it gets the signal as soon as it starts. If the process has ended, no signal is sent.
         """
         if self._process.pid is None:
             self._early_signals.append(signum)
@@ -289,7 +292,7 @@ class Payload:
     # ---- What the process does
 
     def process_started(self, error: Optional[str], not_forked_because: Optional[str]) -> None:
-        """Called once when the process has started: begin to copy the payload's messages. Also called if it cannot be started.
+        """Handle the start of the process, or its failure to start; called once. After a start, begin to copy the messages.
 
         `error` says why the process could not be started, which ends the payload; None if it was started. `not_forked_because`
         says why the process was not forked from a preload process; None if it was, or if the payload has no modules to preload.
@@ -467,8 +470,8 @@ class PayloadProcess:
     pid: Optional[int] = None  # Id of the process and of its process group; None before the process has started.
     # Name and decoder of each output pipe that may have more to read, by file descriptor.
     streams: Dict[int, Tuple[str, codecs.IncrementalDecoder]] = field(default_factory=dict)
-    _cancel_fork: Cancel = lambda: None
-    _ends: List[int] = field(default_factory=list)  # The ends of the pipes for the process, until it has started.
+    _cancel_fork: Cancel = lambda: None  # Cancels the requested fork; does nothing if no fork is requested.
+    _ends: List[int] = field(default_factory=list)  # The write ends of the output pipes, until the process has started.
 
     def start(self, env: Environment, work_dir: str) -> None:
         """Start the process, or request a fork of a preload process if the payload has modules to preload. Does not wait.
