@@ -67,8 +67,8 @@ class NextStep(Enum):
     DONE = "the job is submitted"
     STOP = "another process submits the session's job"
     REFUSE = "there is certainly no job"
-    FIND = "look for the job, and give up without one"
-    FIND_OR_REPEAT = "look for the job, and submit again without one"
+    FIND = "look for the job, and give up if there is none"
+    FIND_OR_REPEAT = "look for the job, and submit again if there is none"
 
 
 def next_step(answer: Completed | OSError, claim: bool, left: int) -> NextStep:
