@@ -252,7 +252,7 @@ def decisions() -> Iterator[str]:
     }
     for label, answer in answers.items():
         first, last = (next_step(answer, True, left).value for left in (1, 0))
-        yield f"| {label} | {first}" + (f"; the last time: {last}" if last != first else "") + " |"
+        yield f"| {label} | {first}" + (f"; at the last try: {last}" if last != first else "") + " |"
     yield from ("", "### A session's newest generation", "", "`backends/sessions/acquire.py: next_action`", "")
     yield from ("| what its directory shows | what a step does |", "|---|---|")
     plain = {"number": 2, "ended": False, "announcement": None, "abandoned": False, "job_id": None, "age": 0.0}

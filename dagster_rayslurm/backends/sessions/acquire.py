@@ -164,7 +164,7 @@ class Action(Enum):
     USE = "use the session, if it still accepts requests"
     JOIN = "wait until the session announces itself"
     WAIT = "look again, because the creator is submitting the job"
-    EXPIRE = "give the generation of a creator that is late up, and cancel the job that it may have submitted"
+    EXPIRE = "give up the generation of the late creator, and cancel the job that it may have submitted"
     SKIP = "do not wait for this generation"
 
 
