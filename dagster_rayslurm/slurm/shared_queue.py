@@ -1,7 +1,8 @@
-"""Calls of Slurm's programs, and the user's jobs in the queue: one answer of `squeue` that all processes share through a file.
+"""Runs Slurm's programs on the edge node (login node), and reads the user's jobs from Slurm's queue with `squeue`.
 
-Slurmctld is queried once per `poll_interval`, for any number of steps, processes and Dagster hosts. Tried on Slurm 22.05 and
-24.11.
+All processes of a user share one answer of `squeue` through a file on the cluster (`SharedQueue`). Together they run `squeue` at
+most once in `poll_interval` seconds, for any number of steps, processes and Dagster hosts. `fetch_queue` and `SharedQueue.recent`
+run `squeue` in addition. The functions of the package `edge` run on the edge node. Tried on Slurm 22.05 and 24.11.
 """
 
 from __future__ import annotations
@@ -116,14 +117,16 @@ class QueueRow:
     Times are in seconds since the epoch, by the cluster's clock.
     """
 
-    job_id: int  # Number of the job; a component, or an element that has started, has a number of its own.
+    # Number of the job. Each component, and each element that has started, has a number of its own; the row of the elements that
+    # wait has the number of the array.
+    job_id: int
     # The number that users see: "12" for a job, "12+1" for a component, "12_3" for an element, "12_[1-5]" for waiting elements.
     label: str
     state: str  # Such as "RUNNING".
     reason: str  # Why the job waits, or why it ended; "None" for none.
     start: float | None  # When the job started, or is expected to start; None if Slurm does not know.
-    submit: float | None  # When the job was submitted or requeued.
-    num_nodes: int
+    submit: float | None  # When the job was submitted or requeued; None if Slurm does not know.
+    num_nodes: int  # 0 if Slurm does not say.
     nodes: str  # The job's nodes in Slurm's short form, such as "node[1-3]"; "" while the job has none.
     partition: str  # One partition, or several separated by commas while the job is pending.
     name: str
@@ -162,8 +165,8 @@ class QueueSnapshot:
     def components(self, job_id: int) -> tuple[QueueRow, ...]:
         """The rows of a job's components, in order; for a job without components, the job's one row.
 
-        The result is empty if the job is not in the queue. A single component may be missing, because Slurm forgets each
-        component, also the first, at a different time.
+        Of a heterogeneous job, `job_id` is the id of the first component. The result is empty if the job is not in the queue.
+        Slurm forgets the components of a job at different times, so any component may be missing, also the first.
         """
         row = self.job(job_id)
         if row is not None and "+" not in row.label:
@@ -182,10 +185,11 @@ class QueueSnapshot:
 
 
 def listed_snapshot(place: str, code: int, out: str, error: str) -> QueueSnapshot:
-    """Returns the snapshot of the queue in the output `out` of `squeue_command`.
+    """Returns the snapshot of the queue from a finished squeue, whose command line `squeue_command` has returned.
 
-    Raises SlurmUnanswered if squeue failed, or if `out` has other text. `code` and `error` are the exit code and the error output
-    of squeue, and `place` names the host in messages. In the result, `began` is 0, because `out` does not tell when squeue ran.
+    `code`, `out` and `error` are the exit code, the output and the error output of squeue. `place` names the host in messages. In
+    the result, `began` is 0, because `out` does not tell when squeue ran. Raises SlurmUnanswered if squeue failed, or if `out` is
+    not a list of jobs.
     """
     if code != 0:
         said = " ".join(error.split())[-300:] or "it said nothing"
@@ -197,9 +201,10 @@ def listed_snapshot(place: str, code: int, out: str, error: str) -> QueueSnapsho
 
 
 def parse_answer(data: bytes) -> QueueSnapshot:
-    """Returns the snapshot in `data`, the output of `edge.slurm.queue` without the first line; raises ValueError if malformed.
+    """Returns the snapshot of the queue in `data`; raises ValueError if `data` is malformed.
 
-    The first line of `data` has two times: when squeue was called and when it ended. The output of squeue follows.
+    `data` begins with a line that has two times: when squeue was called, and when squeue ended. The output of squeue follows.
+    The output of `edge.slurm.queue` consists of one line with the time of the call, and of `data`.
     """
     times, _, text = data.partition(b"\n")
     began, ended = map(float, times.split())
@@ -207,7 +212,7 @@ def parse_answer(data: bytes) -> QueueSnapshot:
 
 
 def parse_squeue(text: str) -> tuple[QueueRow, ...]:
-    """Returns the rows in the output of `squeue_command`; raises ValueError for text that is no row."""
+    """Returns the rows in `text`, the output of the command from `squeue_command`; raises ValueError for text that is no row."""
     before, *rows = ("\n" + text.removesuffix("\n")).split(f"\n{_ROW}{_UNIT}")
     if before.strip():
         raise ValueError(f"squeue printed {before.strip()[:200]!r} where jobs were expected")
@@ -238,13 +243,13 @@ def parse_count(text: str) -> int:
 class ClusterClock:
     """Computes the time on the edge node from this machine's clock, for comparison with other times on the cluster.
 
-    `connection` leads to the edge node. `local` returns the time of this machine's clock, in seconds from any point in time. This
-    clock may stand still while the machine sleeps, because each answer of the edge node corrects the difference (`observe`).
+    `connection` leads to the edge node. `local` returns the time of this machine's clock, in seconds from any point in time. The
+    local clock may stand still while this machine sleeps: `observe` corrects the offset after each answer of the edge node.
     """
 
     connection: Connection
     local: Callable[[], float] = lambda: time.monotonic()
-    _offset: float | None = None
+    _offset: float | None = None  # Seconds to add to a time of `local()`; None before the first answer of the edge node.
 
     def now(self) -> float:
         """Returns the time on the edge node, in seconds since the epoch.
@@ -258,10 +263,10 @@ class ClusterClock:
         return self.local() + self._offset
 
     def observe(self, stamp: float, asked: float, answered: float) -> float:
-        """Corrects this clock by `stamp`, the time on the edge node, in seconds since the epoch, that the edge node has reported.
+        """Corrects this clock after an answer of the edge node that contains the time there.
 
-        `asked` and `answered` are the times of `local()` before the request and after the answer. Returns the offset of the edge
-        node's time: the seconds to add to a time of `local()`.
+        `stamp` is the time in the answer, in seconds since the epoch. `asked` and `answered` are the times of `local()` before
+        the request and after the answer. Returns the new offset: the seconds to add to a time of `local()`.
         """
         low, high = stamp - answered, stamp - asked
         before = (low + high) / 2 if self._offset is None else self._offset
@@ -275,18 +280,19 @@ def _in_background(work: Callable[[], None]) -> None:
 
 @dataclass(eq=False)
 class SharedQueue:
-    """The user's jobs in Slurm's queue, as last printed by `squeue`, through a file on the cluster that all processes share.
+    """Access to the last output of `squeue`, which is in a file on the cluster that all processes of the user share.
 
-    The processes of a user, on any host, read the last output from the file. One process runs `squeue` again when the output is
-    older than `poll_interval`. So the load on Slurm does not grow with the number of processes.
+    The processes, on any host, read the output from the file. One process runs `squeue` again when the output is older than
+    `poll_interval`. So the load on Slurm does not grow with the number of processes.
     """
 
     connection: Connection
     directory: str  # Directory of the shared answer, on a file system that all edge nodes share.
     poll_interval: float  # Seconds after which an answer is too old.
     start: Callable[[Callable[[], None]], None] = _in_background  # Calls a function in the background.
-    clock: ClusterClock = None  # type: ignore[assignment] # The cluster's clock, which learns from every answer.
-    error: str | None = None  # Why the last query failed, in one sentence; None after one that succeeded.
+    # The time on the cluster, which each answer corrects. None in the constructor makes a new clock.
+    clock: ClusterClock = None  # type: ignore[assignment]
+    error: str | None = None  # Why the last query failed, in one sentence; None before the first query, and after a success.
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _recent: threading.Lock = field(default_factory=threading.Lock)  # Held by the thread that asks for `_own`.
     _own: QueueSnapshot | None = None  # The last snapshot of `recent`, which this process got from squeue itself.
@@ -386,10 +392,10 @@ _queues: weakref.WeakValueDictionary[tuple[int, int, str, float], SharedQueue] =
 
 
 def shared_queue(connection: Connection, directory: str, poll_interval: float) -> SharedQueue:
-    """Returns the `SharedQueue` for a connection, directory and interval: the same object for each call in a process.
+    """Returns the `SharedQueue` for a connection, directory and interval, without a command on the cluster.
 
-    `directory` is the directory of the shared answer of squeue. An answer is renewed after `poll_interval` seconds. The function
-    sends no command.
+    Calls with equal arguments return the same object within a process. `directory` is the directory of the shared answer of
+    squeue. An answer is renewed after `poll_interval` seconds.
     """
     # A queue keeps its connection alive, so no other connection has the same id. A forked child has no thread that renews.
     key = (os.getpid(), 0 if isinstance(connection, LocalConnection) else id(connection), directory, poll_interval)

@@ -1,7 +1,7 @@
-"""The batch script of `rayslurm script --standalone`, which runs `ray start` and a command, and does not need this package.
+"""Writes the batch script that `rayslurm script --standalone` prints. The script runs `ray start` and a command.
 
-The batch script runs on the first node of the allocation (sbatch(1)), which is the head. The functions have no side effects.
-Tried on Slurm 22.05, Ray 2.60.
+The script does not need this package. The script runs on the first node of the allocation (sbatch(1)), which is the head node of
+the Ray cluster. The functions have no side effects. Tried on Slurm 22.05, Ray 2.60.
 """
 
 from __future__ import annotations
@@ -90,7 +90,10 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token/token"
 
 
 def activate_prefix(prefix: str) -> str:
-    """Returns a bash command that activates the environment at the path `prefix` on the cluster; the path may begin with "~/"."""
+    """Returns a bash command that activates the Python environment in the directory `prefix` on the cluster.
+
+    `prefix` may begin with "~/".
+    """
     path = f'"$HOME"/{shlex.quote(prefix[2:])}' if prefix.startswith("~/") else shlex.quote(prefix)
     return f'if [ -e {path}/activate.sh ]; then . {path}/activate.sh; else export PATH={path}/bin:"$PATH"; fi'
 

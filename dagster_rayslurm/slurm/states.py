@@ -80,7 +80,8 @@ class JobWatch:
     # The status of the job in the last snapshot that shows the job; this snapshot began at `reported_at`.
     reported: JobStatus = JobStatus(JobPhase.UNKNOWN)
     reported_at: float = -math.inf
-    # When the first of the latest `absent_snapshots` snapshots began, which do not show the job; None if the newest one shows it.
+    # When the first of the newest snapshots that do not show the job began, and the number of these snapshots; None and 0 if the
+    # newest snapshot shows the job. A snapshot that shows an end after which Slurm may requeue the job counts as well.
     absent_since: float | None = None
     absent_snapshots: int = 0
     started_at: float | None = None  # When the run record began; None before.
@@ -128,7 +129,7 @@ class JobWatch:
         """Returns a copy that takes into account the exit code of `srun`, which the batch script has written to a file.
 
         In the copy, the job has ended, unless Slurm may requeue the job. If the job was over before, the copy only gets the exit
-        code.
+        code. If, in addition, an exit code was known and Slurm never requeues the job, the result is `self`.
         """
         watch = replace(self, exit_code=exit_code)
         if self.final:

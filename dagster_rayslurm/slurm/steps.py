@@ -1,4 +1,7 @@
-"""The steps of a running job: srun on the job's head node, and the exit code of the srun in the batch script. No side effects."""
+"""Makes the srun command for a further step of a running job, and reads how the srun in the job's batch script ended.
+
+The functions have no side effects.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ _EXIT = re.compile(rb"([0-9]+) ([0-9]+) ([0-9]+)")  # A line of the file `exit`:
 
 
 def step_on_head(job_id: str, heterogeneous: bool, node: str | None) -> list[str]:
-    """Returns the beginning of an srun command that starts a task on a node of a running job.
+    """Returns the beginning of an srun command that starts a task on the head node of a running job.
 
-    The caller appends the task's command. The node is `node` or, if `node` is None, the first node of the job. `heterogeneous` is
-    True for a heterogeneous job.
+    The caller appends the task's command. `node` is Slurm's name of the head node; None for the first node of the job.
+    `heterogeneous` is True for a heterogeneous job; then the node must be in the first component.
     """
     # Without --overlap the step would wait for the CPUs that the job's own step holds. Without --mem=0 it would request
     # all memory of the job (srun(1), Slurm 22.05). --het-group is needed in a heterogeneous job and fails in any other one

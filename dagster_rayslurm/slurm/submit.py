@@ -38,19 +38,22 @@ _LATE_SUBMISSION = 2.0  # Seconds for which a job may still appear in the queue 
 
 
 class SubmissionRefused(StartError):
-    """Raised when Slurm does not accept the job, or the run directory cannot be made; nothing was submitted.
+    """Raised when Slurm refuses a job or does not answer, or when the run directory cannot be made.
 
-    If `lacks_room` is True, the job is an array: Slurm may accept a smaller array, or the same array later.
+    After an answer that does not tell whether there is a job, `submit` raises this exception only if it has found no job.
+
+    `lacks_room` is True if the job is an array that Slurm refused because the array has too many elements, or the user too many
+    jobs. Then Slurm may accept a smaller array, or the same array later.
     """
 
     lacks_room = False
 
 
 class ClaimTaken(Exception):
-    """Raised when this process must not submit a job that several processes may submit, such as the job of a session.
+    """Raised when several processes try to submit one job, such as the job of a session, and this process must not do so.
 
-    Either another process submits the job, or another process has declared the attempt of this process abandoned, because it took
-    too long. If this process had submitted the job already, the job was cancelled.
+    Either another process submits the job, or the attempt of this process took so long that another process has marked the
+    attempt as abandoned. In the second case, a job that this process had already submitted was cancelled.
     """
 
 
@@ -109,15 +112,15 @@ def submit(
         run_dir: the absolute path of the run directory.
         files: the content of each file in the run directory; the file `job.sh` is the batch script.
         request: the options in the batch script, with a job name that no other job has.
-        clock: the clock of the edge node, as this process knows it; the function corrects it by the time in the answer.
-        warn: called with a message if the answer to a submission was lost.
+        clock: computes the time on the edge node; the function corrects the clock by the time in the answer.
+        warn: called with a message each time it is uncertain whether there is a job, so that the function searches for the job.
         claim: whether other processes may try to submit the same job from the same run directory, as for a session; then only the
             process that creates the directory submits the job.
-        patience: the seconds for which a search for a job that may have been submitted goes on while the edge node is out of
-            reach.
+        patience: the seconds for which a search for the job goes on while the edge node is out of reach. The function searches
+            for the job by name after an answer that does not tell whether there is a job.
 
     Raises:
-        ClaimTaken: another process has made the directory and submits the job.
+        ClaimTaken: another process submits the job, or has marked this attempt as abandoned. Only if `claim` is True.
         SubmissionRefused: Slurm refuses the job or does not answer, or the run directory cannot be made.
         ConnectionFailed: the edge node cannot be reached. Raised also if a submission was cut off, and the search for the job
             finds no job or gets no answer.
@@ -225,8 +228,9 @@ def _named(connection: Connection, job_name: str) -> str:
 def parse_jobs_found(text: str) -> list[str]:
     """Returns the ids of the jobs in the lines "ID|STATE|REASON" of `text`, each id once.
 
-    A job that Slurm refused, and so has failed before its start, is left out. The components of a heterogeneous job count as one
-    job, with the id of the first component. The elements of an array count as one job, with the id of the array.
+    The result leaves out jobs that Slurm refused after their submission; such a job has failed without a start. The components of
+    a heterogeneous job count as one job, with the id of the first component. The elements of an array count as one job, with the
+    id of the array.
     """
     rows = [match for match in map(_FOUND.fullmatch, text.splitlines()) if match]
     refused = any(row["state"].startswith(_REFUSED) for row in rows)

@@ -1,6 +1,6 @@
 """`Connection`, the interface to the files and commands of one machine (this machine or an edge node), and its exceptions.
 
-This module imports no SSH client.
+`edge` is the package of functions that a connection runs on the machine. This module imports no SSH client.
 """
 
 from __future__ import annotations
@@ -95,24 +95,25 @@ class Connection(ABC):
     def attempt(self, doing: str, operation: Callable[[Submit], T], repeat: bool, deadline: float | None = None) -> T:
         """Call `operation`, which runs functions of the package `edge` on the machine, and return the result of `operation`.
 
-        After a lost connection, `operation` is called again if the machine did not carry out the operation, or if `repeat` is
-        True. In any other case `ConnectionLost` is raised.
+        While the machine is out of reach, and after a lost connection, the method tries again for up to `connect_timeout`
+        seconds. If the machine may have carried out the operation, and `repeat` is False, the method raises `ConnectionLost`
+        instead.
 
         Args:
             doing: the operation in error messages, such as "reading /a/b"; "" to name only the file that the error itself names.
-            operation: a function with one argument, a function of the type `Submit`. `operation` calls its argument to start
-                functions of `edge`.
-            repeat: whether an operation that the machine may have carried out can be carried out again.
+            operation: a function with one argument. The argument is a function of the type `Submit`, which `operation` calls to
+                start functions of `edge`.
+            repeat: whether the machine may carry out the operation twice.
             deadline: the value of `time.monotonic()` at which calls end with `TimeoutError`, and after which nothing is repeated;
-                None for no deadline.
+                None for no deadline. A connection to this machine, without SSH, ignores the deadline.
         """
 
     @abstractmethod
     def connect(self, host: str, port: int, timeout: float) -> socket.socket:
-        """Returns a socket that is connected, by the machine, to `host:port`; `timeout` is the socket's timeout in seconds.
+        """Returns a socket whose data goes to `host:port` and back. The machine makes the connection, so it resolves `host`.
 
-        If nothing listens at `host:port`, a connection by SSH returns a socket that ends at once, and a connection to this
-        machine raises `OSError`.
+        `timeout` is the socket's timeout in seconds. If nothing listens at `host:port`, a connection by SSH returns a socket that
+        ends at once, and a connection to this machine raises `OSError`.
         """
 
     @abstractmethod
@@ -138,7 +139,7 @@ class Connection(ABC):
             function: the function to call.
             args: the arguments of `function`: bytes or JSON values. The result is such a value, or a tuple of such values.
             repeat: whether `function` is called again after a lost connection although it may have been called already.
-            timeout: the seconds for the call; None for no limit.
+            timeout: the seconds for the call; None for no limit. A connection to this machine, without SSH, ignores the timeout.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         return self.attempt("", lambda submit: submit(function, *args)(), repeat, deadline)  # type: ignore[no-any-return]
@@ -263,7 +264,7 @@ class Connection(ABC):
         self._on_file(f"removing {path}", files.remove, path)
 
     def _on_file(self, doing: str, function: Callable[..., T], *args: Any) -> T:
-        """Call a function of `edge`, again after a lost connection, and return the result.
+        """Call a function of `edge` and return the result. After a lost connection, the call is repeated.
 
         `doing` names the operation in error messages, such as "reading /a/b".
         """
@@ -341,8 +342,8 @@ class Connection(ABC):
 def _pipelined(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
     """Yields the results of calls in order, while up to `_WINDOW` calls are in progress.
 
-    `calls` starts a call when an item is taken; the item is a function that waits for the result of this call and returns the
-    result.
+    `calls` is lazy: the iterator starts a call only when this function takes the next item. The item is a function that waits for
+    the result of the call and returns the result. If a call raises OSError, this function first waits for all calls in progress.
     """
     waiting = deque[Callable[[], T]]()
     try:

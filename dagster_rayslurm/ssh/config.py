@@ -20,11 +20,11 @@ class SSHConnectionResource(SSHLogin, StrictResource):
     def from_env(cls, prefix: str = "SLURM_EDGE_NODE_") -> SSHConnectionResource:
         """Returns an SSH connection that environment variables configure: the fields are `EnvVar` references.
 
-        The variables are `<PREFIX>HOST`, `PORT`, `USER`, `KEY_PATH`, `KEY_PASSPHRASE`, `PASSWORD`, `CERTIFICATE_PATH`,
-        `HOST_KEY`, `HOST_KEY_CHECKING`, `KNOWN_HOSTS_FILE`, `CLIENT`, `CONNECT_TIMEOUT`, `KEEPALIVE`, `PYTHON`, and the same
-        names for one jump host as `<PREFIX>JUMP_HOST`, `JUMP_PORT` and so on. `KEY` is another name of `KEY_PATH`. Other
-        variables with the prefix are ignored with a warning. The last underscore of the prefix may be left out. A missing host
-        raises an error at the first use of the resource, not at import.
+        The name of a variable is `prefix`, followed by `HOST`, `PORT`, `USER`, `KEY_PATH`, `KEY_PASSPHRASE`, `PASSWORD`,
+        `CERTIFICATE_PATH`, `HOST_KEY`, `HOST_KEY_CHECKING`, `KNOWN_HOSTS_FILE`, `CLIENT`, `CONNECT_TIMEOUT`, `KEEPALIVE` or
+        `PYTHON`. For one jump host, `JUMP_` stands before these words, as in `SLURM_EDGE_NODE_JUMP_HOST`. `KEY` is another name
+        of `KEY_PATH`. Other variables with the prefix are ignored with a warning. The last underscore of the prefix may be left
+        out. A missing host raises an error at the first use of the resource, not at import.
 
         Example:
             ```python

@@ -1,6 +1,7 @@
-"""`SSHConnection`, a `Connection` over SSH: starts the agent, a program of `edge`, on the server, and sends it all calls.
+"""`SSHConnection`, a `Connection` over SSH. The connection starts an agent on the server, and sends all calls to the agent.
 
-Nothing here depends on the SSH client, which only logs in and opens channels (`Transport`, `Stream`).
+The agent is a program that calls functions of the package `edge`. Nothing here depends on the SSH client (paramiko or OpenSSH),
+which only logs in and opens channels (`Transport`, `Stream`).
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ class Transport(Protocol):
     def start(self, command: str) -> Iterator[Stream]:
         """Start a command in the login shell, and yield a stream to the command.
 
-        Each item of the iterator is a new attempt to start the command. The caller takes a second item only if the server has
-        refused the first attempt, and so on. For a further attempt, an implementation opens a further connection to the server;
-        without such a connection, the iterator ends. Raises `Refused` if the server refuses the command at once, and
-        `ConnectionFailed` for another failure. A later refusal shows in `Stream.failure`.
+        Each item of the iterator is a new attempt to start the command. The caller takes a further item only if the server has
+        refused the command in the attempt before. The iterator then opens a further connection to the server; if it opens no more
+        connections, it ends. Raises `Refused` if the server refuses the command at once, and `ConnectionFailed` for another
+        failure. If the server refuses the command later, `Stream.failure` returns `Refused`.
         """
         ...
 
@@ -250,9 +251,10 @@ class AgentClient:
 
 
 def _result(header: dict[str, Any], values: list[Any]) -> tuple[Any, Exception | None]:
-    """Converts an answer of the agent to the result of the call and None, or to None and the exception that the call raised.
+    """Returns the result of a call and the exception that the call raised, from an answer of the agent.
 
-    `header` and `values` are the two parts of the answer, as `edge.agent.messages` yields them.
+    The exception is None if the call succeeded, and the result is None if the call failed. `header` and `values` are the two
+    parts of the answer, as `edge.agent.messages` yields them.
     """
     if "failure" in header:
         return None, RuntimeError(f"{header['failure']} on the edge node: {values[0]}")
@@ -338,10 +340,10 @@ class SSHConnection(Connection):
             time.sleep(pause)
 
     def _named(self, error: OSError, doing: str) -> OSError:
-        """Returns a copy of an error from the edge node, with a message that names the node and what failed.
+        """Returns a copy of an error from the edge node, with a message that names the node and the operation that failed.
 
-        What failed is `doing`, such as "reading /a/b" or, if `doing` is "", the file that the error names. A `TimeoutError` that
-        this process has raised, because no answer came in time, is returned unchanged.
+        `doing` is the operation, such as "reading /a/b". If `doing` is "", the message has the file that the error names, if any.
+        If this process has raised the error, a `TimeoutError` because no answer came in time, the error is returned unchanged.
         """
         if isinstance(error, TimeoutError) and error.errno is None:
             return error

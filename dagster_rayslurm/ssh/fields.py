@@ -71,7 +71,7 @@ def check_python(value: object) -> str:
 
 
 class SSHLogin(StrictModel):
-    """The fields of `SSHConnectionResource`, and its base class: an SSH server and how to log in."""
+    """An SSH server and how to log in. This base class of `SSHConnectionResource` has all fields, but does not need Dagster."""
 
     model_config = ConfigDict(frozen=True, title="SSHConnectionResource")
 
@@ -119,14 +119,15 @@ class SSHLogin(StrictModel):
 
 
 def read_variables(prefix: str, read: Callable[[str, str, bool], Any]) -> dict[str, Any]:
-    """Returns the values of the fields of an SSH connection for which environment variables are set.
+    """Returns the fields of an SSH connection for which environment variables are set, as a dictionary with their values.
 
-    The names of the variables begin with `prefix`, whose last underscore may be missing. The fields of a jump host are a
-    dictionary in the field `jump_host`.
+    If the variable of the jump host's `host` is set, the field `jump_host` is a dictionary with the fields of the jump host.
 
-    `read(variable, field, integer)` is called for each of these variables, and returns the value of the field `field`. `integer`
-    is True if the environment variable `variable` must hold an integer. For `host`, `read` is called even if the variable is not
-    set.
+    Args:
+        prefix: the first part of the variables' names; its last underscore may be missing.
+        read: a function `read(variable, field, integer)` that returns the value of the field `field`. `variable` is the full name
+            of the environment variable, and `integer` is True if this variable must hold an integer. `read` is called for each
+            variable that is set. For `host`, `read` is called in any case.
     """
     stem = prefix.rstrip("_") + "_"
     jump = f"{stem}JUMP_"

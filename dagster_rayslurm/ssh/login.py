@@ -64,14 +64,15 @@ class Prompts:
     """Answers the prompts of SSH servers for passwords, and the prompts of `ssh` for passphrases, with the configured secrets.
 
     `servers` are the servers whose prompts may come: the server to log in to, and perhaps its jump hosts. Each secret is given
-    only once, because repeated wrong secrets lock accounts. A prompt for a password must name one of `servers`, as in "dev@edge's
-    password: " or "(dev@edge) Password: ". OpenSSH before 8.5 does not name the server in some prompts. Such a prompt is answered
-    only if `servers` has a single server. `unanswered` is the first prompt that got no answer; "" if all got one.
+    only once, because repeated wrong secrets lock accounts. A prompt for a password gets an answer if it names one of `servers`,
+    as in "dev@edge's password: " or "(dev@edge) Password: ". OpenSSH before 8.5 does not name the server in some prompts; such a
+    prompt gets an answer only if `servers` has a single server. `unanswered` is the first prompt that got no answer; "" if all
+    prompts got one.
     """
 
     servers: Sequence[SSHLogin]
     unanswered: str = ""
-    _given: set[tuple[int, str]] = field(default_factory=set)
+    _given: set[tuple[int, str]] = field(default_factory=set)  # The secrets that were given, each after the server's index.
 
     def answer(self, prompt: str) -> str | None:
         """Returns the configured secret for a prompt; None if no secret fits, or if the secret was given to an earlier prompt."""
@@ -107,7 +108,8 @@ def login_name(ssh: SSHLogin) -> str:
 def check_files(ssh: SSHLogin) -> None:
     """Check that the configured key, certificate and known hosts files can be read, for the server and its jump hosts.
 
-    Raises `ConnectionFailed` if a file cannot be read, or if other users can read a private key.
+    Raises `ConnectionFailed` if a file cannot be read, or if other users can read a private key. A known hosts file may be
+    missing.
     """
     for hop in ssh.hops():
         key, known_hosts = key_path(hop), known_hosts_path(hop)

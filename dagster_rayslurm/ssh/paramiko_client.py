@@ -162,10 +162,10 @@ def _authenticate(transport: Any, ssh: SSHLogin, user: str) -> None:
     prompts = login.Prompts([ssh])
 
     def accepts(method: Callable[..., list[str]], *arguments: Any) -> bool | None:
-        """Try to authenticate by `method(user, *arguments)`, for instance `transport.auth_password`; returns True if this works.
+        """Try to authenticate by `method(user, *arguments)`, where `method` is for instance `transport.auth_password`.
 
-        The result is True also if the server then requires a further kind of authentication, False if the server refuses, and
-        None if the server does not offer this kind of authentication.
+        Returns True if the server accepts, even if it then requires a further kind of authentication. Returns False if the server
+        refuses, and None if the server does not offer this kind of authentication.
         """
         nonlocal offered, answered
         try:
@@ -330,7 +330,7 @@ class ParamikoTransport:
             raise errors.gone(self.ssh, str(error)) from None
 
     def open_tcp(self, target: SSHLogin) -> Any:
-        """Returns a channel through this login, the login to a jump host, to the SSH server `target`.
+        """Returns a channel to the SSH server `target`, for which the server of this login is the jump host.
 
         Raises `ConnectionFailed` if the jump host cannot reach `target`.
         """
@@ -352,7 +352,8 @@ class ParamikoTransport:
     def _open(self, kind: str, target: Any = None, source: Any = None, timeout: float = _OPEN_TIMEOUT) -> Any:
         """Open a channel by `open_channel` of paramiko's transport; `kind`, `target` and `source` are its first three arguments.
 
-        Raises `paramiko.ChannelException` if the server refuses, and `ConnectionGone` if there is no answer or no login any more.
+        `timeout` is in seconds. Raises `paramiko.ChannelException` if the server refuses, and `ConnectionGone` if the server does
+        not answer, or if the login has ended.
         """
         try:
             return self._transport.open_channel(

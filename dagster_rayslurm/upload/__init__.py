@@ -1,5 +1,6 @@
-"""Uploads user code and the runtime to the Slurm cluster, as immutable directories that are named by the hash of their content.
+"""Uploads user code and the runtime (the program that starts Ray and payloads) to the Slurm cluster.
 
-`bundle` collects the files of a bundle and computes the bundle's name. `deliver` sends bundles and the runtime. Nothing is
-fetched from the cluster here.
+A bundle is an immutable directory with user code; the runtime is one file. The name of each contains a hash of its content. The
+module `bundle` collects the files of a bundle and computes the bundle's name. The module `deliver` sends bundles and the runtime.
+Nothing is fetched from the cluster here.
 """

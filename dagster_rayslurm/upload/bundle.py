@@ -64,11 +64,13 @@ class Entry:
 
     name: str  # The path in the bundle.
     kind: EntryKind
-    source: str  # The path on this machine, with links resolved except the entry itself; "" for a directory only in the bundle.
+    # The path on this machine, with links resolved; if the entry itself is a link, the path of this link. "" for a directory that
+    # exists only in the bundle.
+    source: str
     executable: bool = False  # Whether the file's owner may execute the file; no other mode bit is kept.
     size: int = 0
-    target: str = ""  # Target of a link; relative to the link if the target is in the bundle.
-    stamp: tuple[int, ...] = ()  # Stat fields of a file, some of which change whenever the file changes.
+    target: str = ""  # Target of a link, relative to the link if the target is in the bundle; "" for a file or directory.
+    stamp: tuple[int, ...] = ()  # Stat fields of a file, some of which change whenever the file changes; () for other entries.
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Manifest:
 
     argument: str  # The argument of `run()` or the launcher that named the files, for error messages.
     entries: tuple[Entry, ...]
-    root: str | None = None  # The bundled directory, without links; None for files that were named one by one.
+    root: str | None = None  # The path of the bundled directory, with links resolved; None for files named one by one.
 
     @property
     def size(self) -> int:
@@ -296,9 +298,10 @@ class _Scan:
 
 
 def _largest(sizes: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Add up the sizes of all paths with the same first two parts; return the five largest sums, each after these two parts.
+    """Group paths by their first two parts, add up the sizes in each group, and return the five groups with the largest sums.
 
-    Each item of `sizes` is a path and a size.
+    Each item of `sizes` is a path and a size. Each item of the result is the first two parts of a group's paths, such as
+    "data/images/", and the group's sum.
     """
     sums: Counter[str] = Counter()
     for name, size in sizes:

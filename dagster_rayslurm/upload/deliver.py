@@ -1,7 +1,7 @@
 """Install bundles (directories with user code) and the runtime (the program that starts Ray and payloads) on the Slurm cluster.
 
 A bundle or the runtime is sent once, and later found on the cluster by name. The name appears on the cluster when the content is
-complete.
+complete. The base directory is the directory on the cluster that the setting `remote_base` names.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ def install(
     the same machine send each large bundle once; processes on different machines may each send the bundle.
 
     Raises ValueError if a file changed since `make_bundle` read it. Raises OSError if a file cannot be written on this machine or
-    the cluster, if another user owns the base directory, or if everybody may write to the base directory or a directory in it. If
-    only a group may write there, the function calls `warn` with a sentence, and installs the files.
+    the cluster. Raises PermissionError if another user owns the base directory or a directory of this package in it, or if
+    everybody may write to such a directory. If only a group may write to the base directory, the function calls `warn` with a
+    sentence, and installs the files.
     """
     items: dict[str, Bundle | None] = {runtime_place(base): None}
     items |= {place_of(base, bundle): bundle for bundle in bundles}
@@ -86,8 +87,8 @@ def install(
 def send_files(connection: Connection, base: str, files: Mapping[str, str], progress: Progress) -> None:
     """Send files to the cluster, readable for this user only; `files` maps paths on the cluster to paths on this machine.
 
-    `progress` is called with the number of bytes that have arrived, and the size of all files. Raises `OSError` if a file
-    cannot be read, sent or written.
+    The paths on the cluster are below the directory `files` of the base directory `base`. `progress` is called with the number of
+    bytes that have arrived, and the size of all files. Raises `OSError` if a file cannot be read, sent or written.
     """
     sizes = {path: os.path.getsize(local) for path, local in files.items()}
     arrived = dict.fromkeys(files, 0)
@@ -121,9 +122,9 @@ def log_progress(log: Any) -> Progress:
 def missing(connection: Connection, base: str, paths: Sequence[str], warn: Callable[[str], object] = lambda _: None) -> list[str]:
     """Return the items of `paths` that do not exist on the cluster, and mark the existing items as used now.
 
-    `paths` are absolute and below the base directory `base`. Raises PermissionError if another user owns the base directory, or
-    if everybody may write to the base directory or a directory in it. If only a group may write to the base directory, the
-    function calls `warn` with a sentence.
+    `paths` are absolute and below the base directory `base`. Raises PermissionError if another user owns the base directory or a
+    directory of this package in it, or if everybody may write to such a directory. If only a group may write to the base
+    directory, the function calls `warn` with a sentence.
     """
     where, places = connection.place, [posixpath.relpath(path, base) for path in paths]
     look = base_directory.look
