@@ -161,8 +161,9 @@ def submit(
             return SubmittedJob(found, clock.now())
         if step is NextStep.FIND:
             break
-    with contextlib.suppress(OSError):  # slurmctld may still take the job, so it is cancelled by its name.
-        _cancel_by_name(connection, name)
+    # slurmctld may still take the job. After a lost connection, the caller cancels the job by its name.
+    if isinstance(failure, SubmissionRefused) and (problem := end_named(connection, name)):
+        warn(f"[rayslurm] {problem}; run `scancel --name={name}` on {connection.place}")
     raise failure
 
 
@@ -205,8 +206,8 @@ def find_job(connection: Connection, job_name: str, patience: float = 0.0) -> st
         time.sleep(_PAUSE * attempt)
         try:
             found = parse_jobs_found(ask_patiently(lambda: _named(connection, job_name), patience))
-        except SlurmUnanswered as error:
-            unknown = f"squeue does not say on {connection.place} whether the job {job_name} was submitted: {error}"
+        except (SlurmUnanswered, TimeoutError) as error:  # squeue, or sacct.
+            unknown = f"Slurm does not say on {connection.place} whether the job {job_name} was submitted: {error}"
             raise ConnectionFailed(f"{unknown}; look for it before you run the asset again", temporary=True) from None
         if found:
             return found[0]

@@ -152,7 +152,7 @@ def load_key(ssh: SSHLogin, path: str) -> Any | None:
 
     If there is a certificate for the configured key, the key object contains the certificate. If the key is locked and no
     passphrase is configured, the function takes the same key from ssh-agent. Raises `ConnectionFailed` if ssh-agent lacks this
-    key, if the passphrase is wrong, if the file is no private key, or if the certificate cannot be used.
+    key, if the passphrase is wrong, if the file cannot be read or is no private key, or if the certificate cannot be used.
     """
     key = _unlock(ssh, path, ssh.key_passphrase)
     certificate = certificate_path(ssh) if ssh.key_path else None
@@ -190,6 +190,9 @@ def _unlock(ssh: SSHLogin, path: str, passphrase: str | None) -> Any | None:
         ) from None
     except (UnsupportedAlgorithm, UnknownKeyType):
         return None
+    except OSError as error:  # Of the key, or of the certificate beside it.
+        why = f"{error.filename or path} cannot be read ({error.strerror or error}); check `key_path` and the permissions"
+        raise errors.failed(ssh, why, subject="authentication") from None
     except (ValueError, paramiko.SSHException) as error:
         if passphrase and "PRIVATE KEY-----" in _text(path) and "format" not in str(error).lower():
             raise errors.failed(

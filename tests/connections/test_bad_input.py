@@ -136,6 +136,17 @@ def test_a_wrong_password(refused: Any, sshd: Any) -> None:
         assert len(re.findall("Failed (password|keyboard-interactive)", server.log())) == 1  # More tries lock accounts.
 
 
+def test_a_usual_key_that_cannot_be_read_is_passed_over(
+    connect: Connect, sshd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = sshd("PasswordAuthentication yes")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    (tmp_path / ".ssh" / "id_rsa").mkdir(parents=True)
+    connection = connect(server, "paramiko", key_path=None, password=PASSWORD)
+    assert connection.run(["echo", "there"]).stdout == b"there\n"
+
+
 NO_KEY = "is not a private key that can be read"
 
 

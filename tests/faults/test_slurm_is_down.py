@@ -79,7 +79,7 @@ def test_slurmctld_is_away_when_a_job_is_to_be_submitted(
         failure = run_asset(compute, script(ON_CALL)).failure
     sentence = failure.description or ""
     assert failure.kind in ("submission", "connection") and failure.allow_retries, (failure.kind, sentence)
-    assert "\n" not in sentence and re.search("slurm controller|squeue does not say", sentence), sentence
+    assert "\n" not in sentence and re.search("slurm controller|Slurm does not say", sentence), sentence
     time.sleep(2)
     assert names(site) == [] and not site.jobs()
 

@@ -140,7 +140,7 @@ SCENARIOS = [
         lambda slurm: (slurm.fault("sbatch", NO_ANSWER, times=-1), slurm.fault("squeue", AWAY, times=-1)),
         BEFORE,
         FailureKind.CONNECTION,
-        "squeue does not say .* whether the job rayslurm-.* was submitted: .*Unable to contact slurm controller",
+        "Slurm does not say .* whether the job rayslurm-.* was submitted: .*Unable to contact slurm controller",
         (),
         retry=True,
     ),
