@@ -250,8 +250,9 @@ def _check_requires(call: Call, plan: Any) -> None:
 def choose_backend(call: Call) -> Backend:
     """Returns the backend (the object that starts payloads) for a call, chosen by the resource's mode and topology.
 
-    Starts nothing. Raises `ValueError` if the environment is invalid. In local mode with a Ray cluster that payloads share, also
-    raises `ValueError` if the components of the resource contradict each other, and the call has no components of its own.
+    Starts nothing. Raises `ValueError` if the environment is invalid. A call without components of its own uses those of the
+    resource: in local mode with a Ray cluster that payloads share, the function also raises `ValueError` if these contradict each
+    other.
     """
     resource, environment = call.resource, call.environment or _environment(call.resource)
     if isinstance(environment, ContainerEnvironment) and resource.data_dir is not None:

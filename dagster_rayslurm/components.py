@@ -221,8 +221,9 @@ def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
 
 
 def request_for(components: Sequence[Component], *, job_name: str, comment: str) -> JobRequest:
-    """Returns the request to Slurm for one heterogeneous job of all components.
+    """Returns the request to Slurm for one heterogeneous job of all components, in the order of `components`.
 
+    The first component must be that of the Ray head, because the job's batch script runs on its first node.
     Raises `ValueError`, which names the component and the field, if the queue of a component is invalid.
     """
     requests = []

@@ -152,7 +152,7 @@ class Ownership:
     def _owners(self) -> list[str] | None:
         """Returns the names of the owner files; None if the run directory does not exist.
 
-        During a rename there may be two names.
+        If a file is renamed while the directory is listed, both its names may be in the list.
         """
         try:
             names = self.connection.call(files.names, self.run_dir, repeat=True)

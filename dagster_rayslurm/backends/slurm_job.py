@@ -156,7 +156,8 @@ class SlurmJob:
     def next_reads(self) -> list[Read]:
         """Returns the reads of files that the next `observe` will do, as tuples of path, offset and number of bytes.
 
-        The only such file has the exit code. The list is empty if this file was read less than `_EXIT_INTERVAL` seconds ago.
+        The only such file is the one with the exit code of the job's srun. The list is empty if this file was read less than
+        `_EXIT_INTERVAL` seconds ago.
         """
         due = time.monotonic() - self._exit_read_at >= _EXIT_INTERVAL
         return [(os.path.join(self.directory, EXIT), 0, _LOG_BYTES)] if due else []

@@ -90,6 +90,8 @@ def _frame(header: "dict[str, Any]", body: memoryview) -> bytes:
 def messages(read: "Callable[[int], bytes]") -> "Iterator[tuple[dict[str, Any], list[Any]]]":
     """Yield the header and the values of each message until the stream ends.
 
+    The header is the header of the message's last frame. The values are texts, bytes and other JSON values, which the header
+    describes and the bodies of all frames of the message contain.
     `read(count)` returns the next `count` bytes, or fewer bytes at the end of the stream. An incomplete message at the end is
     dropped.
     """

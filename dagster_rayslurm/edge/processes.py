@@ -146,7 +146,7 @@ def _kill_session(session: int, signum: int) -> None:
 
 
 def end(name: str) -> None:
-    """Kill the command that the thread called `name` runs now, or will start later; returns at once."""
+    """Kill the command that the thread called `name` runs now, or as soon as the thread starts one; return at once."""
     _ended.add(name)
     process = _running.get(name)
     if process is not None:

@@ -61,7 +61,7 @@ def runs(directory: str) -> "list[dict[str, Any]]":
 
 
 def _run(path: str, name: str) -> "dict[str, Any]":
-    """Return the dict for the run directory `path` that `runs` describes; `name` is the name of the directory."""
+    """Return the dict of one run directory, `path`; the docstring of `runs` lists its keys. `name` is the directory's name."""
     components = os.path.join(path, _COMPONENTS)
     parts = [os.path.join(components, each) for each in os.listdir(components)] if os.path.isdir(components) else []
     clusters = {os.path.join(each, _CLUSTER): _beginning(os.path.join(each, _CLUSTER), _MOST_BYTES) for each in [path, *parts]}

@@ -53,8 +53,8 @@ def open_event_log(storage: Any, run_id: str) -> Iterator[None]:
 def _open(storage: Any, run_id: str) -> ExitStack:
     """Make a SQLite event log storage write the events of the Dagster run `run_id` over connections that stay open.
 
-    The caller must close the returned stack. This waits for the event that another thread is writing, and then closes the
-    connections. The storage opens and closes a connection for each event of any other run, as before.
+    The caller must close the returned stack. Closing the stack waits for the event that another thread is writing, and then
+    closes the connections. The storage opens and closes a connection for each event of any other run, as before.
     """
     lock = threading.Lock()
     original_run, original_index = storage.run_connection, storage.index_connection

@@ -40,7 +40,7 @@ _TABLE_COLUMNS = (
 
 @dataclass
 class ReportMerger:
-    """Passes the Pipes messages of several components to Dagster's one handler, after merging the components' results.
+    """Passes the Pipes messages of several components to Dagster's one handler, and merges the components' results.
 
     Results (reports of materializations and asset checks) and `closed` messages are stored until `hand_over` is called; other
     messages are passed on at once. Results are merged in the order of `components`, the names of all components.

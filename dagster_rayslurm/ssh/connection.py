@@ -70,10 +70,10 @@ class Transport(Protocol):
     def start(self, command: str) -> Iterator[Stream]:
         """Start a command in the login shell, and yield a stream to the command.
 
-        Each item of the iterator is a new attempt to start the command. The caller takes a further item only if the server has
-        refused the command in the attempt before. The iterator then opens a further connection to the server; if it opens no more
-        connections, it ends. Raises `Refused` if the server refuses the command at once, and `ConnectionFailed` for another
-        failure. If the server refuses the command later, `Stream.failure` returns `Refused`.
+        Each item of the iterator is a new attempt to start the command. If the server refuses the attempt at once, the iterator
+        raises `Refused`, and no further attempt follows. If the server refuses it later, `Stream.failure` returns `Refused`; then
+        the caller takes the next item, for which the iterator opens a further connection to the server. The iterator ends if it
+        opens no more connections. Raises `ConnectionFailed` for any other failure.
         """
         ...
 
