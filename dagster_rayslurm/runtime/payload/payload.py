@@ -339,7 +339,7 @@ class Payload:
     def received(self, awaited: Awaited) -> None:
         """Handle an event for which the `end` record may wait, such as the rest of the output.
 
-        The end of the time to wait for an event counts as the event.
+        The timer of an event calls this method too: after its time, the `end` record waits for the event no longer.
         """
         self.safely(lambda: self._go_on(self.ending.received(awaited)))
 

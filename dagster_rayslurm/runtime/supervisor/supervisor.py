@@ -489,8 +489,9 @@ class Supervisor:
     def _lose_cluster(self, cluster: RayCluster, payloads: List[Payload], error: ClusterError) -> None:
         """Handle the failure `error` of a Ray cluster that did not start or was lost: end its `payloads`.
 
-        If the warm Ray cluster has failed, the runtime ends too; if the runtime is ending already, do nothing in this case. If
-        nodes of a payload's own Ray cluster failed a health check, and the payload has `leaves_unhealthy`, a session drains.
+        If it is the warm Ray cluster, the runtime ends too; but if the runtime is already ending, this method does nothing. If it
+        is a payload's own Ray cluster, whose nodes failed a health check, and the payload's `leaves_unhealthy` is True, this
+        session drains.
         """
         is_warm, end = cluster is self.cluster, End(error.reason, str(error))
         if is_warm and self.queue.ending is not None:
