@@ -327,8 +327,9 @@ def main() -> int:
     """Run the relay: carry the connections of one client to ports of this node until the client's stream ends; returns 0.
 
     The client's stream arrives on standard input, and answers go to standard output. Each connection that the client asks for
-    leads to a port of 127.0.0.1 on this node. The client always sends raw frames. If standard
-    input and output are the same socket, the answers are raw frames too; otherwise they are lines of base64 (`Lines`). The result is the exit code of the process.
+    leads to a port of 127.0.0.1 on this node. The client always sends raw frames. If standard input and output are the same
+    socket, the answers are raw frames too; otherwise they are lines of base64 (`Lines`). The result is the exit code of the
+    process.
     """
     asyncio.run(_relay())
     return 0

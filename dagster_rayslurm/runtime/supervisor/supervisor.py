@@ -489,9 +489,8 @@ class Supervisor:
     def _lose_cluster(self, cluster: RayCluster, payloads: List[Payload], error: ClusterError) -> None:
         """Handle the failure `error` of a Ray cluster that did not start or was lost: end its `payloads`.
 
-        If it is the warm Ray cluster, the runtime ends too; but if the runtime is already ending, this method does nothing. If it
-        is a payload's own Ray cluster, whose nodes failed a health check, and the payload's `leaves_unhealthy` is True, this
-        session drains.
+        If it is the warm Ray cluster, the runtime ends too; but a runtime that is already ending does nothing. If it is a
+        payload's own Ray cluster whose nodes failed a health check, and `leaves_unhealthy` is True, a session drains.
         """
         is_warm, end = cluster is self.cluster, End(error.reason, str(error))
         if is_warm and self.queue.ending is not None:
