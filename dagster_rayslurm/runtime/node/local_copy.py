@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ..process import scratch
 
@@ -25,6 +25,7 @@ _PREFIX = "{prefix}"  # Stands in these commands for the path of the copy.
 _ROOM = 1.1  # Free bytes that a disk must have for each byte of the environment.
 _TIMEOUT = 300.0  # Seconds for one command.
 _REMARK = "RAYSLURM_NODE_LOCAL"  # Environment variable with the `remark` from before this process became the copy's Python.
+_MOST_REMARKS = 8  # Most nodes whose remarks a log shows.
 NO_COPY = "not-node-local"  # The phase of `remark` if no copy could be made.
 _SCRUBBED = ("UV_", "PIP_", "PYTHON", "VIRTUAL_ENV")  # Prefixes of variables that would change the commands' work.
 
@@ -127,3 +128,26 @@ def _moved(environ: Mapping[str, str], prefix: str, copy: str) -> Dict[str, str]
             value = value.replace(path, copy)
         moved[name] = value
     return moved
+
+
+class Remarks:
+    """What nodes say about their copies of the environment, for the Dagster logs of payloads: each a phase and a message.
+
+    `name` is the name of this node, whose `remark` is the first. Of the other nodes, only those that could not make a copy are
+    added, each once, and at most `_MOST_REMARKS` nodes in all.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._by_node = {} if remark is None else {name: remark}
+
+    @property
+    def said(self) -> List[Tuple[str, str]]:
+        """The remarks so far."""
+        return list(self._by_node.values())
+
+    def add(self, name: str, said: Optional[Sequence[str]]) -> Optional[Tuple[str, str]]:
+        """Add the remark `said` of the node `name`, or None of a node that makes no copies; return the remark if it is new."""
+        if not said or said[0] != NO_COPY or name in self._by_node or len(self._by_node) >= _MOST_REMARKS:
+            return None
+        self._by_node[name] = said[0], said[1]
+        return self._by_node[name]

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional
 
 from ..node import local_copy, resources
 from ..node.allocation import Allocation, head_address
@@ -110,8 +110,7 @@ class Supervisor:
         self._fresh: Dict[str, RayCluster] = {}  # The payloads' own Ray clusters, by the payload's nonce.
         self._unhealthy: List[Unhealthy] = []  # Nodes that failed the health check of a payload's own Ray cluster.
         self.unrecorded: List[Payload] = []  # All payloads whose `end` record is not written yet, and perhaps others.
-        # Phase and message for the Dagster log about a node's local copy of the environment, by name of node.
-        self._remarks = {} if local_copy.remark is None else {self.name: local_copy.remark}
+        self._remarks = local_copy.Remarks(self.name)
         self._signalled_at: Optional[float] = None  # When this runtime received its first signal.
         self._timers = Timers(loop)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -325,7 +324,7 @@ class Supervisor:
         for share in self._shares if spec.uses_ray else self._shares[:1]:
             if share.remark:
                 payload.phase("cluster-start", share.remark)
-        for remark in self._remarks.values():
+        for remark in self._remarks.said:
             payload.phase(*remark)
         for leak in self.cluster.leaks if self.cluster is not None else ():
             payload.phase("leaks", "left in the Ray cluster by payloads before: " + leak)
@@ -515,7 +514,7 @@ class Supervisor:
         """Pass a message of the worker node `member` to all Ray clusters, and react to three kinds of messages.
 
         These say that the node is nearly out of memory, that the node is lost, or that the node has joined. The last kind may
-        have a remark for `_note_remark`.
+        have a remark about the node's copy of the environment.
         """
         for cluster in self._clusters:
             cluster.handle(member, message)
@@ -524,18 +523,9 @@ class Supervisor:
         elif message.get("event") == NodeEvent.GONE:
             self._lose_node(member.title)
         elif message.get("event") == NodeEvent.JOINED:
-            self._note_remark(member.title, message.get("remark"))
-
-    def _note_remark(self, name: str, remark: Optional[Sequence[str]]) -> None:
-        """If the node `name` could not copy the environment to its disk, say so in the logs of all payloads.
-
-        `remark` has the phase and the message that the node sent about its copy; None if nodes make no copies. A node is named
-        only once, and at most `_MOST_NAMES` nodes are named.
-        """
-        if remark and remark[0] == local_copy.NO_COPY and name not in self._remarks and len(self._remarks) < _MOST_NAMES:
-            self._remarks[name] = (remark[0], remark[1])
-            for payload in self.payloads:
-                payload.phase(*self._remarks[name])
+            said = self._remarks.add(member.title, message.get("remark"))
+            for payload in self.payloads if said is not None else ():
+                payload.phase(*said)
 
     def _report_memory(self, message: str, killed: bool) -> None:
         """Write `message`, which says that a node is nearly out of memory, to the logs of all running payloads.
