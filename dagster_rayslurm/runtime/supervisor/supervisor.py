@@ -524,8 +524,9 @@ class Supervisor:
             self._lose_node(member.title)
         elif message.get("event") == NodeEvent.JOINED:
             said = self._remarks.add(member.title, message.get("remark"))
-            for payload in self.payloads if said is not None else ():
-                payload.phase(*said)
+            if said is not None:
+                for payload in self.payloads:
+                    payload.phase(*said)
 
     def _report_memory(self, message: str, killed: bool) -> None:
         """Write `message`, which says that a node is nearly out of memory, to the logs of all running payloads.
