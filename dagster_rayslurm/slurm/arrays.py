@@ -10,11 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ..ssh.base import Connection
-from .config import SlurmQueueConfig
 from .shared_queue import QueueRow, parse_count, run_slurm
 from .states import TERMINAL
+
+if TYPE_CHECKING:
+    from .config import SlurmQueueConfig  # Imports Dagster, which takes longer than a listing of runs.
 
 _LABEL = re.compile(r"(?P<array>[0-9]+)_(?:(?P<one>[0-9]+)|\[(?P<many>[0-9,-]+)(?:%[0-9]+)?\])")
 _DEFAULT_SIZE = 1001  # MaxArraySize unless slurm.conf sets it.
