@@ -32,7 +32,7 @@ from .environments import (
     PreDeployedEnvironment,
 )
 from .execution import partition_arrays, partitions, submitted, terminal
-from .execution.announce import announce
+from .execution.announce import announce, drop_inherited_tags
 from .execution.asynchronous import drive_async
 from .execution.event_log import open_event_log
 from .execution.reattach import next_call
@@ -81,6 +81,7 @@ def _op_context(context: Context) -> dg.OpExecutionContext:
 
 
 def _running(resource: ComputeFields, context: dg.OpExecutionContext, *arguments: Any, **options: Any) -> Steps[CompletedRun]:
+    drop_inherited_tags(context, Layout.here(resource.local_base).base)
     try:
         return (yield from _steps(resource, context, *arguments, **options))
     except RunFailure as failure:

@@ -70,7 +70,7 @@ class Layered(Generic[C]):
             return self
         given = fields.model_fields_set - {"kind"}
         if type(fields) is not type(self.own) or self.own is None:
-            return Layered(fields, dict.fromkeys(given, place))
+            return Layered(fields, dict.fromkeys(given if self.own is None else given | {"kind"}, place))
         merged = merge(self.own, fields)
         names = self.own.model_fields_set | fields.model_fields_set
         # An old field may also change because the old field contradicts a new field, such as `mem` and `mem_per_cpu`.

@@ -22,6 +22,10 @@ JOB_ID, CLUSTER = "dagster-rayslurm/job_id", "dagster-rayslurm/cluster"  # Keys 
 # Whether an execution plan has several steps, by the plan's id, a hash of its content. A step may announce thousands of payloads.
 _several_steps: dict[str, bool] = {}
 
+NONE = "none"  # Value of the tags of a re-executed run whose step has no Slurm job yet.
+# The steps of re-executed runs whose inherited tags are dropped, as pairs of run id and step key.
+_dropped: set[tuple[str, str]] = set()
+
 _TRIES = 5  # Tries to write tags that a step on another host overwrites at the same moment.
 
 
@@ -59,7 +63,7 @@ def announce(
     if plan.ray is None:
         del said["Ray cluster ID"]
     elif plan.ray.dashboard:
-        elsewhere = "--from MODULE:RESOURCE names the cluster where there is no rayslurm.toml"
+        elsewhere = "if the terminal does not know the cluster, add --from MODULE:RESOURCE"
         said["Ray dashboard"] = f"rayslurm dashboard --wait {run_name} ({elsewhere})"
     try:
         own = step if _has_several_steps(context.instance, context.run.execution_plan_snapshot_id) else None
@@ -68,6 +72,25 @@ def announce(
         context.instance.report_engine_event(message, context.run, EngineEventData(said), step_key=step)
     except Exception as error:  # noqa: BLE001 - the storage may raise anything, and the payload runs
         context.log.warning(f"[rayslurm] the run has no tag for Slurm job {running.job_id}: {error}")
+
+
+def drop_inherited_tags(context: dg.OpExecutionContext, base: Path) -> None:
+    """If a re-executed run has the tags of its parent's Slurm job, set them to `NONE`, until the step has a job of its own.
+
+    Dagster copies all tags of the parent to the new run. Without this function, a search for the parent's job would also find the
+    new run. Does nothing after the first call of a step, or if Dagster's storage raises an exception. `base` is the path of the
+    base directory on this machine, for a lock file.
+    """
+    step, run, instance = context.get_step_execution_context().step.key, context.run, context.instance
+    if run.parent_run_id is None or (run.run_id, step) in _dropped:
+        return
+    _dropped.add((run.run_id, step))
+    with contextlib.suppress(Exception):
+        parent, now = instance.get_run_by_id(run.parent_run_id), instance.get_run_by_id(run.run_id)
+        of_parent, of_run = (each.tags if each is not None else {} for each in (parent, now))
+        names = job_tags("", "", step)
+        if inherited := {name: NONE for name in names if name in of_run and of_run[name] == of_parent.get(name)}:
+            write_tags(instance, run.run_id, inherited, base)
 
 
 def _has_several_steps(instance: dg.DagsterInstance, plan_id: str | None) -> bool:

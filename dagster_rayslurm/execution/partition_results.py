@@ -91,7 +91,10 @@ class PartitionResults:
         """
         self.handler, self._pipes, self.owner = pipes.handler, pipes, owner
         self.done |= materialized(self.context) & set(self.keys)
-        return {**pipes.pipes_context, PARTITIONS: self._chunks()}, self  # type: ignore[misc]
+        chunks = self._chunks()
+        what = f"{len(self.missing):,} partitions" + (f" in {len(chunks):,} chunks" if self.chunk > 1 else "")
+        self.context.log.info(f"[rayslurm] {what} run; {self.counted()}")
+        return {**pipes.pipes_context, PARTITIONS: chunks}, self  # type: ignore[misc]
 
     def handle_message(self, message: Any) -> None:
         """Judge the chunk whose end the message reports; pass any other Pipes message of the payload to Dagster's handler.

@@ -7,8 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
+from dagster._core.definitions.job_base import InMemoryJob
+from dagster._core.execution.api import execute_run
 
-from dagster_rayslurm.execution.announce import JOB_ID, announce
+from dagster_rayslurm import BashLauncher, ComputeResource
+from dagster_rayslurm.execution.announce import CLUSTER, JOB_ID, announce
 from dagster_rayslurm.ssh.local import LocalConnection
 
 COUNT = 15
@@ -56,3 +59,31 @@ def test_the_event_of_a_job_says_how_its_dashboard_is_found(tmp_path: Path) -> N
     (event,) = [each for each in events if "Slurm job 17" in (each.message or "")]
     said = event.engine_event_data.metadata["Ray dashboard"].value
     assert "rayslurm dashboard --wait 0000aaaa-scores-0001" in str(said) and "--from MODULE:RESOURCE" in str(said)
+
+
+def test_a_re_executed_run_is_not_found_by_the_job_of_its_parent(tmp_path: Path) -> None:
+    """Its step fails before it has a job."""
+
+    @dg.asset
+    def scores(context: dg.AssetExecutionContext, compute: ComputeResource) -> None:
+        if not context.run.parent_run_id:
+            running: Any = SimpleNamespace(job_id="17", cluster_id="slurm-abcd")
+            plan: Any = SimpleNamespace(ray=None)
+            announce(context.op_execution_context, tmp_path, running, plan, "0000aaaa-scores-0001", LocalConnection())
+        compute.run(context=context, payload_path=tmp_path / "missing.py")
+
+    compute = ComputeResource(local_base=str(tmp_path), default_launcher=BashLauncher())
+    defs = dg.Definitions([scores], resources={"compute": compute}, executor=dg.in_process_executor)
+    job = defs.resolve_implicit_global_asset_job_def()
+    with dg.DagsterInstance.local_temp(str(tmp_path), overrides={"telemetry": {"enabled": False}}) as instance:
+
+        def tags(run_id: str) -> dict[str, str]:
+            run = instance.get_run_by_id(run_id)
+            assert run is not None
+            return dict(run.tags)
+
+        first = job.execute_in_process(instance=instance, raise_on_error=False).run_id
+        made = instance.create_run_for_job(job, tags=tags(first), parent_run_id=first, root_run_id=first)
+        assert tags(made.run_id)[JOB_ID] == "17"
+        assert not execute_run(InMemoryJob(job), made, instance).success
+        assert tags(made.run_id)[JOB_ID] == tags(made.run_id)[CLUSTER] == "none" and tags(first)[JOB_ID] == "17"
