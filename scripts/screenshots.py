@@ -79,19 +79,20 @@ def main(scratch: Path) -> None:
     if chromium is None:
         raise SystemExit("no chromium on the PATH; install it")
     for name, block in {**blocks("quickstart.md"), **blocks("tutorial.md")}.items():
-        (scratch / name).write_text(block)
+        (scratch / name).write_text(block.replace('keep_run_dirs="all"', 'enable_cluster_reuse=True, keep_run_dirs="all"'))
     login = dict(line.split("=", 1) for line in (ROOT / ".stack" / "env").read_text().splitlines())
     environment = {**os.environ, **login, "DAGSTER_HOME": str(scratch), "HOME": str(scratch), "RAYSLURM_MODE": "slurm-session"}
     environment["PATH"] = f"{BIN}:{os.environ['PATH']}"
     (scratch / "dagster.yaml").write_text("telemetry:\n  enabled: false\nnux:\n  enabled: false\n")
     start: dict[str, Any] = {"cwd": scratch, "env": environment}
-    runs = {name: materialize(file, start) for name, file in (("run", "definitions.py"), ("slurm-run", "cluster.py"))}
     url = f"http://127.0.0.1:{(port := free_port())}"
     with running([BIN / "dagster-webserver", "-f", "definitions.py", "-h", "127.0.0.1", "-p", str(port)], start):
         wait_for(f"{url}/server_info")
-        for name, run_id in runs.items():
-            take(chromium, f"{url}/runs/{run_id}?logs=rayslurm", f"{name}.png", "1500,620", scratch)
+        run = f"{url}/runs/{materialize('definitions.py', start)}?logs=%5Brayslurm%5D"
+        take(chromium, run, "run.png", "1500,620", scratch)
         take(chromium, f"{url}/assets/model", "asset.png", "1500,1400", scratch)
+        run = f"{url}/runs/{materialize('cluster.py', start)}?logs=%5Brayslurm%5D"
+        take(chromium, run, "slurm-run.png", "1500,620", scratch)
     rayslurm = [BIN / "rayslurm"]
     with running([*rayslurm, "dashboard", "--from", "cluster:compute", "default"], start) as dashboard:
         assert dashboard.stdout is not None
