@@ -227,7 +227,8 @@ def test_the_asset_of_the_readme_runs_where_nothing_is_prepared(
     tmp_path: Path, stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the commands that make a lock, and the resource with `UvEnvironment()`."""
-    (commands,) = re.findall(r"```console\n(\$ uv init.*?)```", README, re.DOTALL)
+    page = (ROOT / "docs" / "environments.md").read_text()
+    (commands,) = re.findall(r"```console\n(\$ uv init.*?)```", page, re.DOTALL)
     (text,) = (block for block in PYTHON if "environment=UvEnvironment()" in block and block not in FILES.values())
     for name in ("train.py", "definitions.py"):
         (tmp_path / name).write_text(FILES[name])

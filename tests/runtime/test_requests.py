@@ -312,6 +312,24 @@ def test_a_session_whose_directory_is_gone_drains(session: Callable[..., Session
     assert one.process.wait(20) == 0 and not one.directory.exists()
 
 
+def test_a_session_writes_nothing_into_a_new_directory_in_the_place_of_its_own(session: Callable[..., Session]) -> None:
+    """A client has removed the directory, and makes one for the next session, whose announcement is still empty."""
+    one = session()
+    port = one.port()
+    one.directory.rename(one.directory.with_name("removed"))
+    one.directory.mkdir()
+    one.file.touch()
+
+    def draining() -> Any:
+        with socket.create_connection(("localhost", port)) as sock:
+            return call(sock, REQUESTS_KEY, {"op": "describe"})["draining"]
+
+    assert wait_until(draining, 20) and "is gone" in draining()
+    with socket.create_connection(("localhost", port)) as sock:
+        call(sock, REQUESTS_KEY, {"op": "stop"})
+    assert one.process.wait(30) == 0 and one.file.read_bytes() == b""
+
+
 def test_a_session_drains_when_another_one_announces_itself_in_its_directory(session: Callable[..., Session]) -> None:
     one = session()
     other = {**json.loads(one.file.read_text()), "cluster_id": "slurm-2"}

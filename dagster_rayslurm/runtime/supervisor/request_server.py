@@ -107,6 +107,8 @@ class RequestServer(Listener):
     ) -> None:
         self._supervisor = supervisor
         self._path = os.path.join(session_dir, SESSION)
+        place = os.stat(session_dir)
+        self._directory = place.st_dev, place.st_ino
         self._closed = False
         self._accepted_ids: Set[str] = set()
         self._withdrawn: Set[str] = set()
@@ -137,6 +139,7 @@ class RequestServer(Listener):
         self._server.close()
         self._closed = True
         with contextlib.suppress(OSError):  # Clients also learn the end of the session from Slurm or the kernel.
+            self._check_directory()
             self._announce(self._read(), self._announcement.closing or "it has ended")
 
     def _poll(self) -> None:
@@ -147,14 +150,25 @@ class RequestServer(Listener):
     def _update(self) -> None:
         """Update the announcement file.
 
-        If the session's directory is gone, or the file belongs to another session, accept no more payloads.
+        If the session's directory is gone or another one stands in its place, or if the file belongs to another session, accept
+        no more payloads.
         """
         try:
+            self._check_directory()
             self._announce(self._read())
         except FileNotFoundError:
             self._supervisor.drain("nobody can find it: %s is gone" % os.path.dirname(self._path))
         except OSError:
             pass  # A full disk, or a file system that does not answer: the next poll may succeed.
+
+    def _check_directory(self) -> None:
+        """Raise FileNotFoundError if the session's directory is gone, or if a new one with the same name stands in its place.
+
+        A new directory is that of the next session, whose announcement this session must not write.
+        """
+        place = os.stat(os.path.dirname(self._path))
+        if (place.st_dev, place.st_ino) != self._directory:
+            raise FileNotFoundError
 
     def _announce(self, found: Dict[str, Any], closing: Optional[str] = None) -> None:
         """Update the announcement, and write it to its file if it differs from `found`, the present content of the file.
