@@ -237,6 +237,12 @@ def reattachable_job(
     return job_id
 
 
+def recorded_job(connection: Connection, run_dir: str) -> str | None:
+    """Returns the id of the Slurm job in which the payload of a run directory has started; None if the record has no job."""
+    start, _ = _start_and_end(connection, run_dir, nonce_of(run_dir))
+    return ((start or {}).get("allocation") or {}).get("job_id")
+
+
 def has_ended(connection: Connection, run_dir: str) -> bool:
     """Returns whether the record in a run directory has the end of the payload; True if the run directory does not exist.
 

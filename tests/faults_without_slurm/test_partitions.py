@@ -232,8 +232,9 @@ def test_after_a_requeue_only_partitions_without_a_recorded_end_run_again(tmp_pa
         begun = {f"p{number:02}": 1 for number in range(10)}  # The two last ones wait.
         assert wait_until(lambda: len(service.materialized()) == 8 or running.poll() is not None, 60), service.log
         assert wait_until(lambda: service.ran() == begun, 20), service.ran()
-        service.let("20")
         fake_slurm.end(1, "REQUEUED")
+        assert wait_until(lambda: service.ran()["p09"] == service.ran()["p08"] == 2, 30), service.ran()
+        service.let("20")
         assert running.wait(60) == 0, service.log
     finally:
         service.kill()

@@ -71,7 +71,10 @@ def test_a_payload_of_an_earlier_attempt_has_ended_before_the_next_one_starts(
     backend, _ = asking(tmp_path)
     run_dir = tmp_path / "runs" / "r-s-n"
     run_dir.mkdir(parents=True)
-    (run_dir / JOURNAL).write_bytes(encode({"type": "start", "cluster_id": CLUSTER}))
+    start = encode({"type": "start", "cluster_id": CLUSTER, "allocation": {"job_id": "7"}})
+    (run_dir / JOURNAL).write_bytes(start)
+    queue = SimpleNamespace(job=lambda number: SimpleNamespace(state={7: "RUNNING"}[number]))
+    monkeypatch.setattr(session_backend, "fetch_queue", lambda _: queue)
     pauses: list[float] = []
 
     def pause(seconds: float) -> None:
@@ -84,8 +87,10 @@ def test_a_payload_of_an_earlier_attempt_has_ended_before_the_next_one_starts(
     monkeypatch.setattr(session_backend.time, "sleep", pause)
     backend.end_abandoned(str(run_dir), 600.0)
     assert len(pauses) == 2
-    (run_dir / JOURNAL).write_bytes(encode({"type": "start", "cluster_id": CLUSTER}))
+    (run_dir / JOURNAL).write_bytes(start)
     monkeypatch.setattr(session_backend, "_CANCEL_MARGIN", 0.0)
     with pytest.raises(StartError, match=r"was told to end, and its record in .* shows no end") as caught:
         backend.end_abandoned(str(run_dir), 0.0)
     assert caught.value.retry
+    queue.job = lambda _: None  # The session is lost, and nobody writes an end.
+    backend.end_abandoned(str(run_dir), 0.0)

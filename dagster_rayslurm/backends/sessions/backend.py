@@ -41,7 +41,7 @@ from ...ssh.pool import connection_to
 from .. import batch
 from ..base import Register, RunningPayload, Step, deferred_interrupts, run_files, write_cancel_request
 from ..layout import absolute, remote_base_errors
-from ..ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, has_ended, reattachable_job
+from ..ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, has_ended, reattachable_job, recorded_job
 from ..payload_files import PayloadFiles, deliver, pack
 from ..slurm_job import SlurmJob
 from .acquire import Allocation, SessionAcquisition, Site
@@ -199,7 +199,10 @@ class SessionBackend(batch.ClusterBackend):
 
     def end_abandoned(self, run_dir: str, grace_period: float) -> None:
         write_cancel_request(self.connection, run_dir, now=False)
-        deadline = time.monotonic() + grace_period + _CANCEL_MARGIN
+        job_id, deadline = recorded_job(self.connection, run_dir), time.monotonic() + grace_period + _CANCEL_MARGIN
+        row = fetch_queue(self.connection).job(int(job_id)) if job_id else None
+        if row is None or row.state in TERMINAL:
+            return  # The session was lost, and nobody records the end.
         while not has_ended(self.connection, run_dir):  # Otherwise it would run beside the payload of this attempt.
             if time.monotonic() > deadline:
                 sentence = f"the payload of an earlier attempt was told to end, and its record in {run_dir} shows no end"
