@@ -228,7 +228,7 @@ class _Sweep:
 
     @staticmethod
     def _awaits(path: str) -> bool:
-        """Return True if `path` is the directory of a run from `ComputeResource.submit` whose outputs nobody has fetched yet."""
+        """Return True if `path` is the directory of a run from `ComputeResource.submit` whose outputs were not fetched yet."""
         return os.path.exists(os.path.join(path, HANDLE)) and not os.path.exists(os.path.join(path, FETCHED))
 
     def run(self) -> "list[str]":

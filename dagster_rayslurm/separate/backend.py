@@ -222,7 +222,7 @@ class ComponentJob(BatchJob):
 
         A run record is the file to which the runtime of a component writes what happens. The result is None if no component has a
         record yet. `evidence` has the facts about this component; its `started_at` is the time at which this component's record
-        began, or None. The result is for the whole job, so a job of which some component has started counts as started.
+        began, or None. The job counts as started as soon as one of its components has started.
         """
         self.shared.started_at = max(self.shared.started_at or 0.0, evidence.started_at or 0.0) or None
         return self.shared.started_at

@@ -163,7 +163,7 @@ def submit(
             break
     # slurmctld may still take the job. After a lost connection, the caller cancels the job by its name.
     if isinstance(failure, SubmissionRefused) and (problem := end_named(connection, name)):
-        warn(f"[rayslurm] {problem}; run `scancel --name={name}` on {connection.place}")
+        warn(f"[rayslurm] {problem}")
     raise failure
 
 
@@ -303,7 +303,7 @@ def cancel_named(connection: Connection, name: str, log: Any) -> bool:
     """
     problem = end_named(connection, name)
     if problem:
-        log.error(f"[rayslurm] {problem}; run `scancel --name={name}` on {connection.place}")
+        log.error(f"[rayslurm] {problem}")
     return not problem
 
 
@@ -322,7 +322,7 @@ def end_named(connection: Connection, name: str) -> str:
             time.sleep(ASK_INTERVAL)
     except OSError as error:
         reason = str(error)
-    return f"a Slurm job named {name} may have been submitted ({reason})"
+    return f"a Slurm job named {name} may have been submitted ({reason}); run `scancel --name={name}` on {connection.place}"
 
 
 def _cancel_by_name(connection: Connection, name: str) -> None:

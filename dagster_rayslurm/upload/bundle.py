@@ -70,7 +70,7 @@ class Entry:
     executable: bool = False  # Whether the file's owner may execute the file; no other mode bit is kept.
     size: int = 0
     target: str = ""  # Target of a link, relative to the link if the target is in the bundle; "" for a file or directory.
-    stamp: tuple[int, ...] = ()  # Stat fields of a file, some of which change whenever the file changes; () for other entries.
+    stamp: tuple[int, ...] = ()  # Fields of stat(2) that show a change of the file; () for entries that are not files.
 
 
 @dataclass(frozen=True)

@@ -92,5 +92,5 @@ def test_a_payload_of_an_earlier_attempt_has_ended_before_the_next_one_starts(
     with pytest.raises(StartError, match=r"was told to end, and its record in .* shows no end") as caught:
         backend.end_abandoned(str(run_dir), 0.0)
     assert caught.value.retry
-    queue.job = lambda _: None  # The session is lost, and nobody writes an end.
+    queue.job = lambda _: None  # The session is lost, so no process writes an end.
     backend.end_abandoned(str(run_dir), 0.0)

@@ -202,7 +202,7 @@ class SessionBackend(batch.ClusterBackend):
         job_id, deadline = recorded_job(self.connection, run_dir), time.monotonic() + grace_period + _CANCEL_MARGIN
         row = fetch_queue(self.connection).job(int(job_id)) if job_id else None
         if row is None or row.state in TERMINAL:
-            return  # The session was lost, and nobody records the end.
+            return  # The session is lost, so no process writes an end.
         while not has_ended(self.connection, run_dir):  # Otherwise it would run beside the payload of this attempt.
             if time.monotonic() > deadline:
                 sentence = f"the payload of an earlier attempt was told to end, and its record in {run_dir} shows no end"

@@ -7,7 +7,7 @@ process with a Pipes context and messages of its own. When the process of a chun
 program's stdout and stderr as one section, and one Pipes message tells how the process ended.
 
 This program exits with 0 although chunks have failed. At SIGTERM the program starts no more chunks, and waits for running chunks.
-If Slurm has requeued the job, the program runs only those chunks of which the run record has no exit code.
+If Slurm has requeued the job, the program runs only the chunks that have no exit code in the run record.
 """
 
 from __future__ import annotations

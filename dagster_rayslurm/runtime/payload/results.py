@@ -91,7 +91,7 @@ class UsageMeasurement:
         """Tell the worker nodes to measure the payload, and which Ray jobs belong to the payload.
 
         Does nothing if the worker nodes know these Ray jobs already. If no other payload uses the Ray cluster, the worker nodes
-        are told to measure all of the cluster's processes, and no Ray jobs are named to them.
+        measure all processes of the cluster, and the request names no Ray jobs.
         """
         jobs = None if self.sampler.jobs is None else self.sampler.jobs.job_ids
         if self.workers is not None and (jobs or set()) != self._announced:
