@@ -119,7 +119,7 @@ def test_an_array_that_may_have_been_submitted_is_gone_before_its_partitions_are
     def recover() -> None:
         assert wait_until(lambda: len(fake_slurm.calls("scancel")) >= 2 or len(fake_slurm.calls("sbatch")) > 2, 60)
         fake_slurm.heal()
-        assert wait_until(lambda: len(fake_slurm.calls("sbatch")) > 2, 60)
+        assert wait_until(lambda: len(fake_slurm.calls("sbatch")) > 2 and len(fake_slurm.jobs("PENDING")) == len(KEYS[:8]), 60)
         for job_id in fake_slurm.jobs("PENDING"):
             fake_slurm.release(job_id)
 
