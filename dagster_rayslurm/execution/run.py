@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,8 +28,9 @@ from ..compute_fields import DETACH, ComputeFields
 from ..config import ExecutionMode
 from ..errors import FailureKind, StartError
 from ..failures import CompletedRun, RunFailure
-from ..follow import Evidence, Follower, Following, follow_all
+from ..follow import Evidence, Follower, Following
 from ..follow.forward import RecordPipes
+from ..follow.hub import Followed, follow_in_hub
 from ..outcome import SUCCESS, Judged, Verdict, judge, needs_job_facts, unhealthy_nodes, with_hint
 from ..outcome.metadata import Metadata, failure_metadata, run_metadata, timeline_metadata
 from ..plan import Plan
@@ -53,21 +55,35 @@ T = TypeVar("T")
 Steps = Generator[Following, None, T]
 
 Component = str | None  # The name of a component; None if the run has a single payload.
+# Seconds after which a caller that is blocked runs the handlers of signals which have not woken it: another thread got them.
+_SIGNAL_INTERVAL = 1.0
 _CANCEL_MARGIN = 15.0  # Seconds beyond the grace period for which a cancelled payload's record is still read.
 
 
-def drive(steps: Steps[T]) -> T:
-    """Run the generator `steps` to its end in this thread, and follow the payloads that it yields; returns its result.
+def drive(steps: Steps[T], follow: Callable[[Following, float], Followed] = follow_in_hub) -> T:
+    """Run the generator `steps` to its end in this thread, and return the generator's result; blocks.
 
-    Blocks until all payloads have ended. If an exception, such as an interrupt, comes while payloads are followed, it is raised
-    inside the generator.
+    The payloads that the generator yields are followed by `follow`, by default in the thread of the cluster's hub, together with
+    the payloads of all other callers in this process. If an exception, such as an interrupt, comes while payloads are followed,
+    it is raised inside the generator.
     """
+    began = time.monotonic()
     error: BaseException | None = None
     while True:
+        followed = None
         try:
             following = next(steps) if error is None else steps.throw(error)
             error = None
-            follow_all(following.followed, following.deadline)
+            try:
+                with delayed_interrupts():
+                    followed = follow(following, began)
+                while wait([followed.ended], _SIGNAL_INTERVAL).not_done:
+                    pass
+                followed.ended.result()
+            finally:
+                if followed is not None:
+                    with delayed_interrupts():
+                        followed.leave()
         except StopIteration as stop:
             return stop.value  # type: ignore[no-any-return]
         except BaseException as raised:
@@ -281,10 +297,6 @@ class PayloadRun:
             metadata["Unhealthy nodes"] = "; ".join(map(str, unhealthy))
             remember(unhealthy, self.backend, self.log)
         return metadata
-
-    def follow(self, start: Callable[[Register], object], handler_of: Callable[[Any], Any]) -> None:
-        """Start the payloads and follow them in this thread until all have ended; blocks. Otherwise the same as `following`."""
-        drive(self.following(start, handler_of))
 
     def following(self, start: Callable[[Register], object], handler_of: Callable[[Any], Any]) -> Steps[None]:
         """Generator that starts the payloads and yields them; the caller must follow them until all have ended.

@@ -1,4 +1,4 @@
-"""The hub of a cluster: one thread that follows the payloads of all asynchronous callers, and threads for blocking work.
+"""The hub of a cluster: one thread that follows the payloads of all callers in this process, and threads for blocking work.
 
 With one call on the edge node, the hub reads the records of all payloads that are due at about the same time.
 `slurm.shared_queue` queries Slurm's queue once for all payloads.
@@ -131,7 +131,7 @@ class Followed:
 
 
 class Hub:
-    """Follows payloads in one thread, for callers that must not block. All methods may be called from any thread."""
+    """Follows the payloads of many callers in one thread. All methods may be called from any thread."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -222,6 +222,11 @@ def hub_of(connection: Connection) -> Hub:
     key = 0 if isinstance(connection, LocalConnection) else id(connection)  # The hub keeps the connection alive.
     with _lock:
         return _hubs.get(key) or _hubs.setdefault(key, Hub(connection))
+
+
+def follow_in_hub(following: Following, began: float) -> Followed:
+    """Call `Hub.follow` of the hub of the connection over which the payloads' records are read."""
+    return hub_of(following.followed[0][0].connection).follow(following, began)
 
 
 def _forget_all() -> None:

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import psutil
 import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource
-from dagster_rayslurm.follow import Follower
+from dagster_rayslurm.execution import run as execution
 
 from ..conftest import marked_processes, wait_until
 
@@ -148,23 +149,22 @@ def test_ctrl_c_ends_the_payload_politely(executor: str, dagster: Dagster) -> No
 
 def test_ctrl_c_in_a_callback_of_the_garbage_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python ignores the exception that Dagster raises then, and the run must end all the same."""
-    payload, ignored, read_once = tmp_path / "payload.py", list[Any](), Follower.read_once
+    payload, ignored = tmp_path / "payload.py", list[Any]()
     payload.write_text(POLITE.format(here=str(tmp_path)))
 
     class Garbage:
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGINT)
 
-    def read(follower: Follower) -> int:
-        if not ignored and (tmp_path / "up").exists():
-            Garbage()
-        return read_once(follower)
+    def announced(*_: Any) -> None:
+        assert wait_until(lambda: (tmp_path / "up").exists(), 60)
+        Garbage()
 
     @dg.asset
     def slow(context: dg.AssetExecutionContext, compute: ComputeResource) -> None:
         compute.run(context=context, payload_path=str(payload), uses_pipes=False)
 
-    monkeypatch.setattr(Follower, "read_once", read)
+    monkeypatch.setattr(execution, "announce", announced)
     monkeypatch.setattr(sys, "unraisablehook", lambda found: ignored.append(found.exc_type))
     compute = ComputeResource(local_base=str(tmp_path / "base"), default_launcher=BashLauncher(grace_period=3))
     with pytest.raises(dg.DagsterExecutionInterruptedError):
@@ -223,13 +223,22 @@ def test_dagster_killed_without_a_word_leaves_nothing(payload: str, dagster: Dag
     assert ends[0]["reason"] == "cancel" and "Dagster process that asked for the run is gone" in ends[0]["message"]
 
 
+def names(mark: str) -> list[str]:
+    """The names of the running processes that have a test's mark."""
+    found = []
+    for each in marked_processes(mark):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(each.name())
+    return found
+
+
 @pytest.mark.ray
 def test_dagster_killed_while_ray_starts_leaves_nothing(dagster: Dagster) -> None:
     launcher = "RayLauncher(object_store_memory_gb=0.1, dashboard=False, grace_period=2)"
     process = dagster.execute(dagster.write(POLITE, launcher=launcher))
     mark = os.environ["PYTEST_OF_RAYSLURM"]
 
-    assert wait_until(lambda: [p for p in marked_processes(mark) if p.name() == "gcs_server"], 60)
+    assert wait_until(lambda: "gcs_server" in names(mark), 60)
     process.kill()
     process.wait()
     assert wait_until(lambda: not marked_processes(mark), 30)

@@ -31,8 +31,9 @@ from dagster_rayslurm.edge import processes
 from dagster_rayslurm.environments import Interpreter, PreDeployedEnvironment
 from dagster_rayslurm.execution import reattach
 from dagster_rayslurm.execution import run as execution
-from dagster_rayslurm.execution.run import PayloadRun, start_errors
+from dagster_rayslurm.execution.run import PayloadRun, drive, start_errors
 from dagster_rayslurm.failures import RunFailure
+from dagster_rayslurm.follow import Following, follow_all
 from dagster_rayslurm.outcome import Verdict
 from dagster_rayslurm.plan import Plan, make_plan
 from dagster_rayslurm.runtime.protocol.record import CANCEL, EXIT, RunRecord
@@ -200,6 +201,23 @@ def _settings(remote_base: str, requeue: bool) -> tuple[Any, ...]:
     return SlurmResource(remote_base=remote_base), queue, PreDeployedEnvironment(path="/env")
 
 
+class FollowedHere:
+    """Payloads that are followed in the current thread, because the world's time passes only in threads of its own."""
+
+    def __init__(self, following: Following) -> None:
+        self.following = following
+
+    @property
+    def ended(self) -> FollowedHere:
+        return self
+
+    def result(self) -> None:
+        follow_all(self.following.followed, self.following.deadline)
+
+    def leave(self) -> None:
+        pass
+
+
 def execute(step: Any, attempt: Attempt, backend: Any, plan: Plan, cluster: Cluster, home: str) -> None:
     """Run a step in the current process, as `execution.run.execute` does without Dagster's Pipes session.
 
@@ -222,7 +240,10 @@ def execute(step: Any, attempt: Attempt, backend: Any, plan: Plan, cluster: Clus
         plan = replace(plan, payload=replace(plan.payload, nonce=cluster.world.random.randbytes(6).hex()))
         launch = reattach.reattach_or_new(context, plan, backend, Layout(Path(home)))
     run = PayloadRun(context.log, backend, resource, launch, {None: launch.plan})
-    run.follow(lambda register: backend.start(launch.plan, run.run_dir, pipes, launch.step, register), lambda _: handler)
+    steps = run.following(
+        lambda register: backend.start(launch.plan, run.run_dir, pipes, launch.step, register), lambda _: handler
+    )
+    drive(steps, lambda following, _: FollowedHere(following))
     judged = run.judge(run.first)
     attempt.verdict = judged.verdict
     run.clean_up(judged.verdict)

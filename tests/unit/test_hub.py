@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,10 @@ import dagster as dg
 import pytest
 
 from dagster_rayslurm.execution.asynchronous import drive_async
-from dagster_rayslurm.execution.run import Steps
+from dagster_rayslurm.execution.run import Steps, drive
 from dagster_rayslurm.follow import Cadence, Evidence, Follower, Following
 from dagster_rayslurm.follow import hub as hub_module
-from dagster_rayslurm.follow.hub import Hub
+from dagster_rayslurm.follow.hub import Hub, hub_of
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, STDIO, encode
 from dagster_rayslurm.ssh.base import ConnectionFailed
 from dagster_rayslurm.ssh.local import LocalConnection
@@ -74,6 +76,55 @@ def test_payloads_that_are_due_together_are_read_by_one_call(tmp_path: Path) -> 
         each.ended.result(timeout=30)
     assert set(connection.calls) == {""}  # None reads a file by itself.
     assert wait_until(lambda: not [each for each in threading.enumerate() if each.name == "rayslurm-this machine"], 5)
+
+
+def test_callers_that_block_and_callers_that_await_share_one_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "_hubs", {})  # Another test may have made the hub of this machine.
+    connection = Counted()
+    directories = [tmp_path / str(number) for number in range(20)]
+    found: list[Any] = []
+    with ThreadPoolExecutor(11) as pool:
+        blocked = [pool.submit(drive, waiting(following(connection, each))) for each in directories[:10]]
+        awaited = pool.submit(all_of, [(waiting(following(connection, each)), hub_of(connection)) for each in directories[10:]])
+        assert wait_until(lambda: len(connection.calls) > 50, 10)
+        assert [each.name for each in threading.enumerate()].count("rayslurm-this machine") == 1
+        for each in directories:
+            end(each)
+        found = [each.result(30) for each in blocked] + awaited.result(30)
+    assert found == ["ended"] * 20
+    assert set(connection.calls) == {""}  # None reads a file by itself.
+
+
+def test_an_interrupt_of_a_caller_that_blocks_waits_for_the_poll_and_ends_no_other_caller(tmp_path: Path) -> None:
+    """The second signal of the same Ctrl-C comes while the poll that is under way has not ended."""
+    main, polls, interrupted = threading.main_thread(), [], threading.Event()
+
+    def exited(_: Evidence) -> str | None:
+        if not polls:
+            signal.pthread_kill(main.ident or 0, signal.SIGINT)
+            interrupted.wait(0.5)
+            signal.pthread_kill(main.ident or 0, signal.SIGINT)
+            interrupted.wait(0.5)
+        polls.append(threading.current_thread())
+        return None
+
+    def steps() -> Steps[str]:
+        try:
+            yield following(connection, tmp_path / "one", exited)
+        except KeyboardInterrupt:
+            seen = len(polls)
+            interrupted.wait(0.2)
+            return f"{seen} polls before, {len(polls) - seen} after"
+        return "not interrupted"
+
+    connection = LocalConnection()
+    (tmp_path / "one").mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(drive, waiting(following(connection, tmp_path / "two")))
+        assert drive(steps()) == "1 polls before, 0 after"
+        assert not other.done()
+        end(tmp_path / "two")
+        assert other.result(30) == "ended"
 
 
 def test_a_read_of_many_files_is_that_of_each(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from dagster_rayslurm.compute_fields import ComputeFields
 from dagster_rayslurm.environments import Interpreter
 from dagster_rayslurm.errors import FailureKind, may_retry
 from dagster_rayslurm.execution.reattach import Launch
-from dagster_rayslurm.execution.run import PayloadRun
+from dagster_rayslurm.execution.run import PayloadRun, drive
 from dagster_rayslurm.failures import RunFailure
 from dagster_rayslurm.follow import Cadence, Evidence, Follower, follow_all
 from dagster_rayslurm.follow.forward import OutputWriter, RecordPipes
@@ -48,6 +48,7 @@ from dagster_rayslurm.separate.together import (
     metadata_of_all,
 )
 from dagster_rayslurm.slurm.accounting import JobFacts
+from dagster_rayslurm.ssh.local import LocalConnection
 
 # ---- Start barrier
 
@@ -348,7 +349,7 @@ class Started:
             raise self._release
 
 
-class Files:
+class Files(LocalConnection):
     """The records of two components, the first of which has said something."""
 
     def read(self, path: str, offset: int, limit: int) -> bytes:
@@ -373,7 +374,7 @@ def test_the_last_line_is_shown_if_another_component_never_starts(tmp_path: Path
     run = run_of(tmp_path)
     started = [Started(), Started(RunFailure("submission", "Slurm job 7 can never start"))]
     with pytest.raises(RunFailure, match="can never start"):
-        run.follow(lambda register: list(map(register, started)), lambda _: None)  # type: ignore[arg-type]
+        drive(run.following(lambda register: list(map(register, started)), lambda _: None))  # type: ignore[arg-type]
     assert capsys.readouterr().out == "[a] one\n[a] unfinished\n"
     assert [each.calls for each in started] == [["kill", "release"]] * 2
 
@@ -387,11 +388,11 @@ def test_an_interrupt_before_the_first_poll_cancels_what_has_started(tmp_path: P
         raise SystemExit
 
     with pytest.raises(KeyboardInterrupt):
-        run.follow(start, lambda _: None)
+        drive(run.following(start, lambda _: None))
     assert one.calls == ["cancel", "kill", "release"] and run.first.evidence.interrupted
     both = [Started(KeyboardInterrupt(), release=KeyboardInterrupt()), Started()]
     with pytest.raises(KeyboardInterrupt):
-        run_of(tmp_path).follow(lambda register: list(map(register, both)), lambda _: None)  # type: ignore[arg-type]
+        drive(run_of(tmp_path).following(lambda register: list(map(register, both)), lambda _: None))  # type: ignore[arg-type]
     assert [each.calls[-1] for each in both] == ["release"] * 2 and both[1].calls[0] == "cancel"
 
 
