@@ -352,7 +352,7 @@ def sweep_remote(
         retention_days: The number of days; less than a minute counts as a minute.
         every_minutes: All processes on all machines together sweep at most once in this number of minutes. If the number is 0,
             each call sweeps.
-        timeout: The number of seconds after which the call gives up. A later sweep removes the rest.
+        timeout: The number of seconds after which the call gives up; without SSH, it never does. A later sweep removes the rest.
 
     Returns the removed paths, relative to the base directory; [] if no sweep is due. Raises OSError if the cluster cannot be
     reached, the base directory cannot be written, or the call has given up.

@@ -24,7 +24,6 @@ from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import JOURNAL, LineReader, Record
 from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
-from .layout import nonce_of
 
 FIRST_OWNER = "owner.first"  # Name of the owner file (the file that names the owner) of the attempt that started the payload.
 
@@ -223,7 +222,7 @@ def reattachable_job(
     if connection.modified(os.path.join(run_dir, JOURNAL)) is None:
         return None
     same = connection.read(os.path.join(run_dir, REQUEST_FILE), 0, _MOST_BYTES) == request
-    start, end = _start_and_end(connection, run_dir, nonce)
+    start, end = Journal(connection, run_dir, nonce).start_and_end()
     if end is not None and not (requeue and end["reason"] == EndReason.TERMINATED):
         succeeded = end["reason"] == EndReason.EXIT and end["exit_code"] == 0
         return str(start["allocation"]["job_id"]) if start is not None and succeeded and same else None
@@ -237,31 +236,29 @@ def reattachable_job(
     return job_id
 
 
-def recorded_job(connection: Connection, run_dir: str) -> str | None:
-    """Returns the id of the Slurm job in which the payload of a run directory has started; None if the record has no job."""
-    start, _ = _start_and_end(connection, run_dir, nonce_of(run_dir))
-    return ((start or {}).get("allocation") or {}).get("job_id")
+@dataclass(eq=False)
+class Journal:
+    """The journal in the run directory of a payload; each look reads only what is new since the last look."""
 
+    connection: Connection
+    run_dir: str
+    nonce: str  # The payload's nonce: `end` lines with another nonce are ignored.
 
-def has_ended(connection: Connection, run_dir: str) -> bool:
-    """Returns whether the record in a run directory has the end of the payload; True if the run directory does not exist.
+    def __post_init__(self) -> None:
+        self._reader = LineReader()
+        self._start: Record | None = None
+        self._end: Record | None = None
 
-    Raises OSError if the cluster is out of reach.
-    """
-    return _start_and_end(connection, run_dir, nonce_of(run_dir))[1] is not None or connection.modified(run_dir) is None
+    def start_and_end(self) -> tuple[Record | None, Record | None]:
+        """Returns the last `start` line, and the `end` line after it; None for each missing line.
 
-
-def _start_and_end(connection: Connection, run_dir: str, nonce: str) -> tuple[Record | None, Record | None]:
-    """Returns the last `start` line in the journal of `run_dir`, and the `end` line after it; None for each missing line.
-
-    An `end` line with another nonce than `nonce` is ignored.
-    """
-    reader = LineReader()
-    start, end = None, None
-    while data := connection.read(os.path.join(run_dir, JOURNAL), reader.next_read, _MOST_BYTES):
-        for record in reader.feed(data):
-            if record.get("type") == "start":
-                start, end = record, None
-            elif record.get("type") == "end" and record.get("nonce") == nonce:
-                end = record
-    return start, end
+        Raises OSError if the journal cannot be read.
+        """
+        path, reader = os.path.join(self.run_dir, JOURNAL), self._reader
+        while data := self.connection.read(path, reader.next_read, _MOST_BYTES):
+            for record in reader.feed(data):
+                if record.get("type") == "start":
+                    self._start, self._end = record, None
+                elif record.get("type") == "end" and record.get("nonce") == self.nonce:
+                    self._end = record
+        return self._start, self._end

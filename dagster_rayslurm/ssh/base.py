@@ -139,7 +139,8 @@ class Connection(ABC):
             function: the function to call.
             args: the arguments of `function`: bytes or JSON values. The result is such a value, or a tuple of such values.
             repeat: whether `function` is called again after a lost connection although it may have been called already.
-            timeout: the seconds for the call; None for no limit. A connection to this machine, without SSH, ignores the timeout.
+            timeout: the seconds for the call; None for no limit. A connection to this machine, without SSH, ignores the timeout;
+                so `function` must limit its commands and waits itself.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         return self.attempt("", lambda submit: submit(function, *args)(), repeat, deadline)  # type: ignore[no-any-return]

@@ -175,7 +175,7 @@ def _make(
 
 
 def _call(connection: Connection, base: str, doing: str, timeout: float, function: Callable[..., T], *arguments: object) -> T:
-    """Call a function of `edge` on the cluster, and return the result; raises TimeoutError after `timeout` seconds.
+    """Call a function of `edge` on the cluster, and return the result; over SSH, raises TimeoutError after `timeout` seconds.
 
     `doing`, such as "looking at /a/b", and the base directory `base` are words for the message of this error.
     """

@@ -137,7 +137,9 @@ def test_payloads_start_together_and_know_each_other(job: Any) -> None:
     three.nodes["gpu"] = 2
     three.lay_out()
     three.start(0, 1, 2)
+    os.utime(three.path, (1, 1))
     wait_until(lambda: three.records("cpu", "phase"), 20)
+    assert wait_until(lambda: three.path.stat().st_mtime > 1, 20)  # Cleanup finds no old run directory.
     assert not three.runs("cpu") and not three.runs("gpu")
     three.start(3)
     assert [three.end(name)["exit_code"] for name in ("cpu", "gpu", "io")] == [0, 0, 0]

@@ -250,6 +250,19 @@ def test_sweeping_takes_what_a_dead_runtime_left_and_nothing_else(scratch_base: 
             scratch.shutil.rmtree(path)
 
 
+def test_a_directory_whose_removal_was_cut_short_is_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm may kill the runtime, and its keeper, while they remove the directory."""
+    private = scratch.Scratch()
+    os.makedirs(private.join("r", "logs"))
+    for name in ("a", "z"):
+        Path(private.join(name)).write_text("x")
+    with monkeypatch.context() as patch:
+        patch.setattr(scratch.shutil, "rmtree", lambda *_, **__: None)
+        private.remove()
+    assert sorted(os.listdir(private.path)) == [".rayslurm-scratch", "r"]
+    assert scratch.sweep() == [private.path]
+
+
 def test_a_long_tmpdir_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / ("long" * 20)))
     private = scratch.Scratch()

@@ -234,5 +234,5 @@ def test_a_cancel_request_waits_until_the_owner_is_known(scene: Scene, clock: Cl
     assert scene.cancel is None
     scene.owner.owns = True
     clock.now += 2
-    scene.payload.poll(Evidence())
+    scene.payload.poll(Evidence(last_growth=clock.now))
     assert scene.cancel == {"op": "cancel", "now": False}

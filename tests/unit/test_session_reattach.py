@@ -76,6 +76,13 @@ def test_a_payload_of_an_earlier_attempt_has_ended_before_the_next_one_starts(
     queue = SimpleNamespace(job=lambda number: SimpleNamespace(state={7: "RUNNING"}[number]))
     monkeypatch.setattr(session_backend, "fetch_queue", lambda _: queue)
     pauses: list[float] = []
+    read, asked = backend.connection.read, list[int]()
+
+    def reads(path: str, offset: int, limit: int) -> bytes:
+        asked.append(offset)
+        return read(path, offset, limit)
+
+    monkeypatch.setattr(backend.connection, "read", reads)
 
     def pause(seconds: float) -> None:
         pauses.append(seconds)
@@ -87,6 +94,7 @@ def test_a_payload_of_an_earlier_attempt_has_ended_before_the_next_one_starts(
     monkeypatch.setattr(session_backend.time, "sleep", pause)
     backend.end_abandoned(str(run_dir), 600.0)
     assert len(pauses) == 2
+    assert asked[0] == 0 and set(asked[1:-1]) == {len(start)}  # Each look reads only what is new.
     (run_dir / JOURNAL).write_bytes(start)
     monkeypatch.setattr(session_backend, "_CANCEL_MARGIN", 0.0)
     with pytest.raises(StartError, match=r"was told to end, and its record in .* shows no end") as caught:

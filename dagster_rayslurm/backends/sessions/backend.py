@@ -40,8 +40,8 @@ from ...slurm.submit import JOB_SCRIPT, ClaimTaken, SubmissionRefused, Submitted
 from ...ssh.pool import connection_to
 from .. import batch
 from ..base import Register, RunningPayload, Step, deferred_interrupts, run_files, write_cancel_request
-from ..layout import absolute, remote_base_errors
-from ..ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, has_ended, reattachable_job, recorded_job
+from ..layout import absolute, nonce_of, remote_base_errors
+from ..ownership import FIRST_OWNER, REQUEST_FILE, Journal, fingerprint, reattachable_job
 from ..payload_files import PayloadFiles, deliver, pack
 from ..slurm_job import SlurmJob
 from .acquire import Allocation, SessionAcquisition, Site
@@ -199,11 +199,13 @@ class SessionBackend(batch.ClusterBackend):
 
     def end_abandoned(self, run_dir: str, grace_period: float) -> None:
         write_cancel_request(self.connection, run_dir, now=False)
-        job_id, deadline = recorded_job(self.connection, run_dir), time.monotonic() + grace_period + _CANCEL_MARGIN
-        row = fetch_queue(self.connection).job(int(job_id)) if job_id else None
+        journal, deadline = Journal(self.connection, run_dir, nonce_of(run_dir)), time.monotonic() + grace_period + _CANCEL_MARGIN
+        start, _ = journal.start_and_end()
+        row = fetch_queue(self.connection).job(int(start["allocation"]["job_id"])) if start is not None else None
         if row is None or row.state in TERMINAL:
             return  # The session is lost, so no process writes an end.
-        while not has_ended(self.connection, run_dir):  # Otherwise it would run beside the payload of this attempt.
+        # Without the wait, it would run beside the payload of this attempt. The owner of an ended payload removes the directory.
+        while journal.start_and_end()[1] is None and self.connection.modified(run_dir) is not None:
             if time.monotonic() > deadline:
                 sentence = f"the payload of an earlier attempt was told to end, and its record in {run_dir} shows no end"
                 raise StartError(FailureKind.RUNTIME, sentence, retry=True)

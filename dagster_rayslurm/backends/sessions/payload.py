@@ -14,8 +14,9 @@ from typing import Any
 
 from ...follow import Evidence
 from ...runtime.protocol.messages import EndReason, Operation
-from ...runtime.protocol.record import CANCEL, JOURNAL, LineReader
+from ...runtime.protocol.record import CANCEL
 from ..base import CancelRequest, RunningPayload, deferred_interrupts, write_cancel_request
+from ..ownership import Journal
 from ..slurm_job import STATE_TIMEOUT
 from .acquire import Allocation, Site
 from .registry import LiveSession
@@ -30,7 +31,6 @@ _DELIVERY_TIMEOUT = 60.0  # Seconds in which the cancel request is delivered; as
 _DESCRIBE_AFTER = 60.0
 _DESCRIBE_INTERVAL = 900.0
 _POLL_INTERVAL = 0.5  # Seconds between two checks of a payload that is being killed.
-_CHUNK = 1024 * 1024  # Bytes of the record that are read at a time.
 
 
 @dataclass(eq=False)
@@ -52,6 +52,7 @@ class SessionPayload(RunningPayload):
         self.job_id: str | None = self.job.job_id
         self.name = "/".join(self.session.directory.split("/")[-2:])  # Of the session, and the number of its generation.
         self._log, self._connection, self._run_dir = self.site.step.log, self.site.connection, self.site.run_dir
+        self._journal = Journal(self._connection, self._run_dir, self.site.plan.payload.nonce)
         self._cancel_request = CancelRequest(self._send_cancel, self._log)
         self._followed = self._cancelled = self._missed = False
         self._describe_at = _DESCRIBE_AFTER
@@ -127,11 +128,8 @@ class SessionPayload(RunningPayload):
         """Returns whether the payload's end is recorded, or the session's job has ended."""
         if self.job.observe(ask=False) and self.job.status.over:
             return True
-        reader, nonce = LineReader(), self.site.plan.payload.nonce
         with contextlib.suppress(OSError):
-            while data := self._connection.read(os.path.join(self._run_dir, JOURNAL), reader.next_read, _CHUNK):
-                if any(each.get("type") == "end" and each.get("nonce") == nonce for each in reader.feed(data)):
-                    return True
+            return self._journal.start_and_end()[1] is not None
         return False
 
     def explain(self, evidence: Evidence) -> None:

@@ -44,7 +44,7 @@ _LAST_OUTPUT_TIMEOUT = 5.0
 _SIGNAL_MARGIN = 0.25
 _ARCHIVE_TIMEOUT = 6.0  # Seconds that the `end` of a failed payload waits for the archives of Ray's logs.
 _EXPLAINED_BY_RAY = (EndReason.CLUSTER_START, EndReason.CLUSTER_LOST, EndReason.INFEASIBLE)
-_REFRESH_INTERVAL = 600.0  # Seconds between two updates of the run directory's time, by which cleanup finds old ones.
+_REFRESH_INTERVAL = 600.0  # Seconds between two updates of the times of directories, by which cleanup finds old ones.
 _RETRY = 1.0  # Seconds between two tries to write the `end`.
 _CHUNK = 256 * 1024  # Most bytes of output or messages that are read at a time.
 
@@ -77,6 +77,8 @@ class Payload:
     archive_logs: Callable[[Callable[[], None]], None] = lambda done: done()
     # Asks for the joules that the payload's Slurm step has consumed; returns False if its argument will not be called.
     query_energy: Callable[[Callable[[Optional[int]], None]], bool] = lambda _: False
+    # Directories beside the run directory whose modification times are kept recent as well, until the payload has ended.
+    kept_fresh: List[str] = field(default_factory=list)
     _early_signals: List[int] = field(default_factory=list)  # Those that came before the start; the process gets them then.
     _started_at: Optional[float] = None
     _ended_at: Optional[float] = None
@@ -93,7 +95,7 @@ class Payload:
         self._process = PayloadProcess(self.loop, self)
         self._timers = Timers(self.loop, self.safely)
         self._outputs = OutputSearch(self._work_dir, self.spec.outputs, self.spec.max_output_bytes)
-        self.loop.call_later(_REFRESH_INTERVAL, self._keep_fresh)
+        self.loop.call_later(0.0, self._keep_fresh)
 
     @property
     def ended(self) -> bool:
@@ -153,9 +155,10 @@ class Payload:
             self.keep({"type": "tail", "name": name, "text": text})
 
     def _keep_fresh(self) -> None:
-        """Set the modification time of the run directory to now, at intervals, so that cleanup does not remove the directory."""
+        """Set the modification times of directories to now, at intervals, so that cleanup does not remove the directories."""
         if not self.ended:
-            self._guarded(lambda: os.utime(self.run_dir))
+            for directory in [self.run_dir, *self.kept_fresh]:
+                self._guarded(functools.partial(os.utime, directory))
             self.loop.call_later(_REFRESH_INTERVAL, self._keep_fresh)
 
     def end(self, end: Record) -> None:

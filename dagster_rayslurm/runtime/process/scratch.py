@@ -143,7 +143,19 @@ def _lock(path: str) -> int:
 
 
 def _remove(path: str, lock: Optional[int]) -> None:
-    shutil.rmtree(path, ignore_errors=True)
+    """Remove the scratch directory `path`, and close `lock`, the file descriptor of its lock; None without a lock.
+
+    The marker file goes last: `sweep` finds what is left if this process is killed meanwhile, or if a file cannot be removed.
+    """
+    with contextlib.suppress(OSError):
+        others = [entry for entry in os.scandir(path) if entry.name != _MARKER]
+        for entry in others:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            else:
+                os.unlink(entry.path)
+        if not any(os.path.lexists(entry.path) for entry in others):
+            shutil.rmtree(path, ignore_errors=True)
     if lock is not None:
         os.close(lock)
 

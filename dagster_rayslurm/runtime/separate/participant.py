@@ -29,7 +29,6 @@ from .barrier import Barrier, ComponentAddress, ComponentState, Ended, RunState
 # Environment variables of a payload: the name of its component, and the addresses of all components (`ComponentAddress`) as JSON.
 COMPONENT, COMPONENTS = "RAYSLURM_COMPONENT", "RAYSLURM_COMPONENTS"
 
-_REFRESH_INTERVAL = 600.0  # Seconds between two updates of the run directory's time, which keep cleanup from removing it.
 _LOCALHOST = "127.0.0.1"
 # Seconds that the host waits at its end for the guests to end: `srun` ends them when the host's exit code is not 0.
 _LEAVE_TIMEOUT = 5.0
@@ -55,7 +54,6 @@ class Participant(Hooks, Listener, ABC):
         self.payload: Optional[Payload] = None
         self.mine, self.told = ComponentState(), RunState()  # States of this component and of the run.
         self.supervisor.hooks = self
-        self._keep_fresh()
         self._join()
         self._tick()
 
@@ -86,11 +84,12 @@ class Participant(Hooks, Listener, ABC):
         self._report()
 
     def watch(self, payload: Payload) -> None:
-        """Set the payload of this component, whose end is then reported to the barrier.
+        """Set the payload of this component, whose end is then reported to the barrier, and which keeps `run_dir` fresh.
 
         Must be called before the event loop runs.
         """
         self.payload = payload
+        payload.kept_fresh.append(self.run_dir)
         payload.on_ended.append(lambda: self.tell(ended=_end_of(payload)))
 
     def may_start(self, payload: Payload) -> bool:
@@ -153,11 +152,6 @@ class Participant(Hooks, Listener, ABC):
         if here is not None:
             address, nodes = here.head_addresses[0], here.nodes
         return ComponentAddress(socket.gethostname(), address, cluster.address if cluster is not None else None, nodes)
-
-    def _keep_fresh(self) -> None:
-        with contextlib.suppress(OSError):
-            os.utime(self.run_dir)
-        self.loop.call_later(_REFRESH_INTERVAL, self._keep_fresh)
 
     def _tick(self) -> None:
         self._check()
