@@ -185,7 +185,7 @@ def own_ray_warning(resources: Dict[str, float], node: NodeResources, has_cluste
     memory = resources.get("memory", 0.0) + resources.get("object_store_memory", 0.0)
     if node.memory_limit is not None and memory > node.memory_limit:
         figures = (memory / 2**30, node.name, node.memory_limit / 2**30)
-        excess.append("it counts %.1f GiB of memory and node %s grants %.1f (_memory or --memory, object_store_memory)" % figures)
+        excess.append("it counts %.1f GiB of memory and node %s grants %.1f (object_store_memory)" % figures)
     if has_cluster:
         idle = "the payload has started a Ray of its own, so its launcher's cluster idles; call ray.init() without an address"
         return "; ".join([idle, *excess])

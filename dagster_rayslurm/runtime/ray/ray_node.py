@@ -104,17 +104,18 @@ def _scheduled_cpus(spec: RaySpec, machine: NodeResources) -> int:
 
 
 def granted_defaults(machine: NodeResources) -> Dict[str, str]:
-    """Returns environment variables for payloads that start a Ray cluster: by default, the cluster gets what this node grants.
+    """Returns environment variables for payloads that start a Ray cluster by `ray.init`: the cluster gets what this node grants.
 
-    Only the CPUs and the object store have a default. The memory has none, because Ray 2.60 knows only `RAY_OVERRIDE_RESOURCES`,
-    which would override even the values that the user sets in `ray.init` or `ray start`. The number of CPUs is in
-    `PYTHON_CPU_COUNT` (Python 3.13), because Ray counts CPUs as Python does. If `ray.init` connects to an existing Ray cluster,
-    the variables have no effect.
+    The arguments `num_cpus` and `object_store_memory` of `ray.init` override the variables; `_memory` does not (Ray 2.60). If
+    `ray.init` connects to an existing Ray cluster, the variables have no effect. The number of CPUs is in `PYTHON_CPU_COUNT`
+    (Python 3.13), because Ray counts CPUs as Python does. It is not in `RAY_OVERRIDE_RESOURCES`, which would override `num_cpus`.
     """
     env = {"PYTHON_CPU_COUNT": str(machine.num_cpus)}
     if machine.memory_limit is not None:
-        store = max(int(usable_memory(machine) * _STORE_SHARE), _SMALLEST_STORE)
+        usable = usable_memory(machine)
+        store = max(int(usable * _STORE_SHARE), _SMALLEST_STORE)
         env["RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES"] = str(store)
+        env["RAY_OVERRIDE_RESOURCES"] = json.dumps({"memory": max(usable - store, 2**20)})
     return env
 
 
