@@ -35,12 +35,12 @@ class ComputeFields(StrictResource):
     """The Slurm cluster. Local mode ignores it, all other modes need it."""
     default_launcher: Union[RayLauncher, BashLauncher] = Field(default=RayLauncher(), discriminator="kind")
     """Launcher of payloads whose call passes no launcher."""
-    session: SessionConfig = SessionConfig()
+    session: SessionConfig = Field(default=SessionConfig())
     """The warm session, used with enable_cluster_reuse or mode slurm-session."""
     components: list[HetComponent] = []
     """Components of a heterogeneous job, or of a session's allocation; mode slurm-hetjob needs at least one. Local mode simulates
     each component by a Ray node of its own."""
-    topology: Annotated[str, choice(*Topology)] = Topology.SPANNING.value
+    topology: Annotated[str, choice(*Topology)] = "spanning"
     """"spanning" for one Ray cluster across all components, or "separate" for a cluster and a payload per component
     (slurm-hetjob, and local, which simulates it)."""
     enable_cluster_reuse: bool = False

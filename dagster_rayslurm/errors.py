@@ -65,7 +65,13 @@ def one_sentence(error: ValueError) -> str:
 
 
 class UnhealthyNode(NamedTuple):
-    """A node that failed a health check: the node's name in Slurm, the name of the check, and the check's result in words."""
+    """A node that failed a health check.
+
+    Attributes:
+        node: the name of the node in Slurm.
+        check: the name of the check.
+        found: the result of the check in words.
+    """
 
     node: str
     check: str

@@ -18,8 +18,8 @@ class RunFailure(dg.Failure):
     """Raised when a run did not succeed.
 
     Attributes:
-        kind: the part of the run that failed; equal to the name of the part, as in `error.kind == "payload"`.
-        unhealthy: the nodes whose failed health checks are the cause; empty for any other cause.
+        kind (FailureKind): the part of the run that failed; equal to the name of the part, as in `error.kind == "payload"`.
+        unhealthy (tuple[UnhealthyNode, ...]): the nodes whose failed health checks are the cause; empty for any other cause.
     """
 
     def __init__(
@@ -117,10 +117,10 @@ class CompletedRun(dg.PipesClientCompletedInvocation):
         get_custom_messages: returns a list with the values that the payload passed to `pipes.report_custom_message`.
 
     Attributes:
-        metadata: figures of the run, such as the elapsed time; the results above contain them too.
-        cluster_id: id of the Ray cluster, for `ComputeResource.cleanup_cluster`.
-        job_id: Slurm's job id; None in local mode.
-        outputs: paths on this machine of the files that `outputs=` selected.
+        metadata (Mapping[str, Any]): figures of the run, such as the elapsed time; the results above contain them too.
+        cluster_id (str): id of the Ray cluster, for `ComputeResource.cleanup_cluster`.
+        job_id (str | None): Slurm's job id; None in local mode.
+        outputs (list[Path]): paths on this machine of the files that `outputs=` selected.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ def section(path: str, command: click.Command, context: click.Context) -> str:
     options = [each for each in command.params if isinstance(each, click.Option)]
     rows = [each for option in options if (each := row(option, context))]
     if rows:
-        parts.append("\n".join(["| option | |", "|---|---|", *rows]))
+        parts.append("\n".join(["| option | description |", "|---|---|", *rows]))
     return "\n\n".join(parts) + "\n"
 
 

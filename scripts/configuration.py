@@ -49,6 +49,7 @@ Every field of every class, with its default and what it means. Durations are se
 Unknown keys are errors. Strings, integers, and strings in lists and dictionaries may be `EnvVar`s.
 In Dagster's launchpad, write the name of the class above its fields: `ray` or `bash` for a launcher; `inherited`, `pre-deployed`,
 `command`, `uv`, `pixi`, `packed` or `container` for an environment.
+[Configuration classes](reference/classes.md) has the same fields without tables, which suits narrow screens.
 """
 # Fields that take more types than they store.
 ACCEPTED = {"health_check": "str or list[str]"}
@@ -92,7 +93,7 @@ def other_names() -> str:
             "These names, mainly of dagster-slurm, are refused with the advice beside them.",
             "`rayslurm migrate-check` finds them in files.",
             "",
-            "| of | name | |",
+            "| of | name | advice |",
             "|---|---|---|",
             *table,
             "",
@@ -108,7 +109,8 @@ def page() -> str:
         # `kind` tells classes apart where Dagster reads a dictionary.
         rows = [row(name, field) for name, field in each.model_fields.items() if name != "kind"]
         parts.append(
-            "\n".join(["| field | type | default | |", "|---|---|---|---|", *rows] if rows else ["It has no fields."]) + "\n"
+            "\n".join(["| field | type | default | description |", "|---|---|---|---|", *rows] if rows else ["It has no fields."])
+            + "\n"
         )
     return "\n".join([*parts, other_names()])
 

@@ -79,7 +79,7 @@ class SlurmResource(StrictResource):
 
     ssh: Optional[SSHConnectionResource] = None
     """SSH connection to the edge (login) node; None when Dagster itself runs where `sbatch` is."""
-    queue: SlurmQueueConfig = SlurmQueueConfig()
+    queue: SlurmQueueConfig = Field(default=SlurmQueueConfig())
     """What jobs request from Slurm by default."""
     remote_base: Annotated[str, plain_text] = BASE
     """Directory for run directories and caches, on a file system that the edge and the compute nodes share."""

@@ -350,7 +350,7 @@ def test_the_third_stage_of_the_tutorial_takes_less_than_ten_minutes(tutorial: T
 
 
 def test_the_session_settings_of_the_readme_are_those_there_are() -> None:
-    rows = re.search(r"\| `SessionConfig` \| default \| \|\n\|---\|---\|---\|\n(.*?)\n\n", README, re.DOTALL)
+    rows = re.search(r"\| `SessionConfig` \| default \| meaning \|\n\|---\|---\|---\|\n(.*?)\n\n", README, re.DOTALL)
     assert rows is not None
     told: dict[str, object] = {}
     for names, default in re.findall(r"^\| (`[a-z_`, ]+`) \| (\S+) \|", rows.group(1), re.MULTILINE):

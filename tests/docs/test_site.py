@@ -13,7 +13,15 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from dagster_rayslurm import launchers
+from dagster_rayslurm import (
+    RayLauncher,
+    SlurmQueueConfig,
+    SlurmResource,
+    SSHConnectionResource,
+    UvEnvironment,
+    launchers,
+)
+from dagster_rayslurm.compute_fields import ComputeFields
 from dagster_rayslurm.environments import check
 from dagster_rayslurm.errors import FailureKind
 from dagster_rayslurm.failures import CompletedRun, RunFailure
@@ -69,6 +77,12 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert "payload_path" in reference
     members = {*(each for each in dir(CompletedRun) if each[0] != "_"), "cluster_id", "job_id", "outputs"}
     assert {each for each in members if f'CompletedRun.{each}"' in reference} == members
+    fields = (tmp_path / "site" / "reference" / "classes" / "index.html").read_text()
+    configured = (ComputeFields, SlurmResource, SlurmQueueConfig, SSHConnectionResource, RayLauncher, UvEnvironment)
+    for each in configured:
+        headings = re.findall(rf'<h3 id="{re.escape(each.__module__)}\.{each.__name__}\.(\w+)"', fields)
+        assert sorted({*headings} - {"from_env"}) == sorted(each.model_fields), each
+        assert len(headings) == len({*headings}), each
 
 
 def test_links_to_the_repository_lead_somewhere() -> None:
@@ -126,6 +140,7 @@ def test_every_public_class_and_field_has_its_entry() -> None:
     import dagster_rayslurm
 
     python, fields = (DOCS / "reference" / "python.md").read_text(), (DOCS / "configuration.md").read_text()
+    classes = (DOCS / "reference" / "classes.md").read_text()
     for name in dagster_rayslurm.__all__:
         if name == "__version__":
             continue
@@ -137,6 +152,8 @@ def test_every_public_class_and_field_has_its_entry() -> None:
         section = fields.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
         if name in dagster_rayslurm._COMPONENTS:
             section = (DOCS / "dg.md").read_text()
+        elif name != "ComputeResource":
+            assert f"::: {public.__module__}.{name}\n" in classes, name
         for field in set(public.model_fields) - {"kind"}:
             row = rf"^\| [^|]*`{field}`[^|]* \|"
             assert re.search(row, section, re.MULTILINE), f"{name}.{field}"
