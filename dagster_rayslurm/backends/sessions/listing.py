@@ -19,11 +19,11 @@ from ...slurm.submit import cancel_named, wait_until_gone
 from ...ssh.base import Connection
 from .matching import run_suffix
 from .registry import Generation, list_generations
-from .request import Unreachable, send_request
+from .request import Unreachable, grace_period, send_request
 from .state import job_of
 
-# Seconds in which a session ends after a stop request; its payloads and Ray have grace periods. Then its job is cancelled.
-_END_TIMEOUT = 45.0
+# Seconds beyond the grace period of its payloads in which a session ends after a stop request. Then its job is cancelled.
+_END_MARGIN = 45.0
 
 _WAITS_FOR_NODES = ("Resources", "Priority")  # Slurm's pending reasons for a job that starts as soon as other jobs end.
 _SESSION_JOBS = "rayslurm-session-"  # Prefix of the job names of sessions, see `job_name`.
@@ -48,6 +48,9 @@ def stop_sessions_of_run(connection: Connection, base: str, run_id: str) -> None
 def end_generations(connection: Connection, generations: Iterable[Generation]) -> bool:
     """End the Slurm jobs of generations of sessions, and wait for their ends; returns whether any job was there to end.
 
+    A session that answers has the grace period of its payloads, and `_END_MARGIN` seconds, to end by itself. Then, or if it does
+    not answer, Slurm cancels its job.
+
     Raises StartError if Slurm does not confirm the end of a job, and OSError if the cluster is out of reach.
     """
     snapshot = fetch_queue(connection)
@@ -55,10 +58,11 @@ def end_generations(connection: Connection, generations: Iterable[Generation]) -
     for each in generations:
         row = job_of(each, snapshot)
         if row is not None:
-            ended, stopping = True, False
+            ended, patience = True, 0.0
             with contextlib.suppress(Unreachable, AnswerLost):
-                stopping = each.announcement is not None and bool(send_request(connection, each, _STOP).get("ok"))
-            if not wait_until_gone(connection, row.job_id, _END_TIMEOUT if stopping else 0.0):
+                answer = send_request(connection, each, _STOP) if each.announcement is not None else {}
+                patience = grace_period(answer) + _END_MARGIN if answer.get("ok") else 0.0
+            if not wait_until_gone(connection, row.job_id, patience):
                 sentence = f"Slurm does not confirm the end of job {row.job_id}; run `scancel {row.job_id}`"
                 raise StartError(FailureKind.RUNTIME, sentence)
         elif each.job_id is None and each.job_name:
