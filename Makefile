@@ -44,7 +44,7 @@ lint: install  ## formatting, lint, types, direction of imports, and the oldest 
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/vermin --quiet --no-tips --eval-annotations --target=3.8- --violations dagster_rayslurm/runtime
-	@$(BIN)/vermin --quiet --no-tips --target=3.6- --violations dagster_rayslurm/edge
+	@$(BIN)/vermin --quiet --no-tips --target=3.6- --violations dagster_rayslurm/edge dagster_rayslurm/runtime/node/interfaces.py
 
 test: install  ## lint, types, and the tests that need nothing but Python
 	@$(MAKE) --no-print-directory --jobs=2 lint test-local

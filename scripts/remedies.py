@@ -14,7 +14,7 @@ LESS = "lower `min_nodes`, or raise the number of nodes"
 
 REMEDIES = {
     # Commands
-    "…: …/… cannot be read: No such file or directory": "wait until the payload has started; if it has ended, its directory is "
+    "…: … cannot be read: No such file or directory": "wait until the payload has started; if it has ended, its directory is "
     "removed, see `keep_run_dirs`",
     "--from …: … is neither a ComputeResource nor Definitions": "name a `ComputeResource` or `Definitions` of the module",
     "--from: there is no file …": "correct the path, which is relative to the current directory",

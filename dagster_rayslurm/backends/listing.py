@@ -59,6 +59,8 @@ class Entry:
     heterogeneous: bool = False  # Whether an entry of the kind JOB has several components; always False for other kinds.
     # How to reach the Ray clusters of a run or session, by the path of the file that describes the cluster.
     clusters: Mapping[str, ClusterAccess] = field(default_factory=dict, repr=False)
+    # The names of the components of a run if each component has a payload and a directory of its own; otherwise empty.
+    components: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -77,7 +79,7 @@ class Entry:
         return {**shown, "state": str(self.state), "place": self.connection.place}
 
 
-_ENDED, _LOST, _UNKNOWN = "ended", "lost", "unknown"
+_STARTING, _ENDED, _LOST, _UNKNOWN = "starting", "ended", "lost", "unknown"
 _OVER = (_ENDED, _LOST, _UNKNOWN)  # A run that has no job and no started runtime is "unknown": it was not submitted.
 
 
@@ -149,12 +151,12 @@ def find(ident: str, entries: Sequence[Entry]) -> Entry:
 
 def _run(connection: Connection, base: str, found: dict[str, Any], snapshot: QueueSnapshot | None) -> Entry:
     files, name = found["files"], found["name"]
-    status = json_object(files[STATUS])
     start = decode(files[JOURNAL].partition("\n")[0].encode()) or {}
     allocation = start.get("allocation") or {}
     job_id = files["job_id"].strip() or str(allocation.get("job_id") or "") or None
     number = int(job_id) if job_id is not None and job_id.isdecimal() else None
     row = snapshot.job(number) if snapshot is not None and number is not None else None
+    status = _status(found, isinstance(connection, LocalConnection) and (snapshot is None or number is None))
     state, says = str(status.get("state") or _UNKNOWN), str(status.get("message") or "")
     own = snapshot.elements(number) if snapshot is not None and number is not None else ()
     if own:
@@ -166,9 +168,7 @@ def _run(connection: Connection, base: str, found: dict[str, Any], snapshot: Que
             told = most_informative_row(snapshot.components(row.job_id)) or row
             state, says = "pending", waiting_text(told.reason, told.start, time.time())
         elif not status:
-            state = "starting"
-    elif state != _ENDED and status and isinstance(connection, LocalConnection) and not is_running(status.get("runtime_pid")):
-        state, says = _LOST, "its runtime was killed"
+            state = _STARTING
     ways = {path: access_in(json_object(text)) for path, text in found["clusters"].items()}
     clusters = {path: way for path, way in ways.items() if way is not None and state not in _OVER}
     exit_code = None if number is None else parse_exit(files["exit"].encode(), number)
@@ -188,7 +188,39 @@ def _run(connection: Connection, base: str, found: dict[str, Any], snapshot: Que
         run_id=found["run_id"],
         words=frozenset(filter(None, [found["step"], *found["assets"]])),
         clusters=clusters,
+        components=tuple(found["components"]),
     )
+
+
+def _status(found: dict[str, Any], here: bool) -> dict[str, Any]:
+    """Returns the content of a run's file `status.json`, such as the state and the last message; {} if there is no such file.
+
+    If the components of the run have such files instead, the result combines these files. `found` is an element of the list that
+    `edge.runs.runs` returned. If `here` is True, the runtimes are processes of this machine. A run or component whose process was
+    killed then has the state "lost".
+    """
+    whole = json_object(found["files"][STATUS])
+    parts = {name: json_object(text) for name, text in found["components"].items()}
+    for status in (whole, *parts.values()):
+        if here and status and status.get("state") != _ENDED and not is_running(status.get("runtime_pid")):
+            status.update(state=_LOST, message="its runtime was killed")
+    return whole if whole or not any(parts.values()) else _combined(parts, _UNKNOWN if here else _STARTING)
+
+
+def _combined(statuses: Mapping[str, Mapping[str, Any]], missing: str) -> dict[str, Any]:
+    """Returns the state, message and time (`at`) of a run whose components have the given statuses, by the component's name.
+
+    The run has ended when all its components have ended. Until then, the run has the state that a component entered last.
+    `missing` is the state of a component without a status.
+    """
+    states = {name: str(status.get("state") or missing) for name, status in statuses.items()}
+    live = [name for name, state in states.items() if state not in _OVER]
+    last = max(live or states, key=lambda name: statuses[name].get("at") or 0.0)
+    state = states[last] if live else _ENDED if {*states.values()} == {_ENDED} else _LOST
+    messages = [
+        f"{name}{'' if own == state else f' ({own})'}: {statuses[name].get('message') or own}" for name, own in states.items()
+    ]
+    return {"state": state, "message": "; ".join(messages), "at": statuses[last].get("at")}
 
 
 def _array(rows: Sequence[QueueRow]) -> tuple[str, str]:

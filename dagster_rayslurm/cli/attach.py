@@ -72,6 +72,8 @@ def attach(ident: str, python: bool, jupyter: bool, command: tuple[str, ...]) ->
         one = _part(ident)
         if one.over or one.state in ("pending", "starting"):
             raise ValueError(f"{one.name} is {one.state}, so there is nothing to enter; `rayslurm ps` shows when it runs")
+        if one.components:  # The entry of a component has no components.
+            raise ValueError(f"no component of {one.name} has a Ray cluster now; try again when `rayslurm dashboard` finds one")
         words = list(command) or (["python"] if python else [])
         with _Files(one) as files:
             code = _jupyter(one, files) if jupyter else one.connection.interact([*_step(one), *_shell(one, words, files)])
@@ -87,7 +89,7 @@ def _part(ident: str) -> Entry:
     there = entries(ident)
     if named(ident, there) or "/" not in ident:
         one = find(ident, there)
-        if len(one.clusters) > 1:
+        if len(one.clusters) > 1 or (one.components and one.clusters):
             names = ", ".join(cluster_name(one, path) for path in one.clusters)
             raise ValueError(f"{one.name} has a Ray cluster for each component; name one of them: {names}")
         return one
@@ -100,6 +102,7 @@ def _part(ident: str) -> Entry:
         directory=directory,
         job_id=found.access.job_id,
         clusters={found.path: found.access},
+        components=(),
     )
 
 

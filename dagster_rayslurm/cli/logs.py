@@ -16,12 +16,11 @@ from ..backends.layout import nonce_of
 from ..backends.listing import Entry, Kind, json_object, list_here
 from ..backends.sessions.listing import end_generations
 from ..backends.sessions.local import end_session
-from ..edge import files as edge_files
 from ..execution.files import discard
 from ..execution.terminal import NOT_THE_PAYLOAD, TerminalPipes, exit_code
 from ..follow import Cadence, Evidence, Follower, follow_all
 from ..outcome import judge
-from ..runtime.protocol.record import COMPONENTS, JOURNAL, PAYLOAD, RUNTIME_LOG, SECRETS, LineReader, component_dir, node_log
+from ..runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME_LOG, SECRETS, LineReader, component_dir, node_log
 from ..runtime.protocol.spec import PayloadSpec
 from ..slurm.request import LOG
 from ..slurm.shared_queue import fetch_queue
@@ -29,7 +28,7 @@ from ..slurm.states import TERMINAL
 from ..slurm.submit import wait_until_gone
 from .common import json_option, one_sentence_errors, print_json, see_troubles, terminal_log
 from .options import cluster_options
-from .ps import entry, ident_argument
+from .ps import components_of, entry, ident_argument
 
 _CADENCE = Cadence(busy=0.2, idle=2.0, waiting=5.0)
 _CHUNK = 1024 * 1024
@@ -56,7 +55,7 @@ def logs(ident: str, follow: bool) -> None:
             if run.kind != Kind.RUN:
                 raise ValueError(f"{run.name} is a {run.kind}, and only the output of a run can be printed and followed")
             own_job = bool(run.job_id) and bool(run.connection.read(f"{run.directory}/job_id", 0, 64))
-            followed = [_follower(run, component, log, own_job) for component in _components(run)]
+            followed = [_follower(run, component, log, own_job) for component in components_of(run)]
             if not follow:
                 for each in followed:
                     while each.read_once():
@@ -88,14 +87,6 @@ def _print_log(session: Entry) -> None:
         while data := session.connection.read(f"{session.directory}/{name}", offset, _CHUNK):
             click.echo(data, nl=False)
             offset += len(data)
-
-
-def _components(run: Entry) -> list[str | None]:
-    """Returns the names of a run's components; [None] for a run without components. Each component has a journal of its own."""
-    try:
-        return [*sorted(run.connection.call(edge_files.names, f"{run.directory}/{COMPONENTS}", repeat=True))] or [None]
-    except FileNotFoundError:
-        return [None]
 
 
 def _follower(run: Entry, component: str | None, log: logging.Logger, own_job: bool) -> Follower:
@@ -207,7 +198,7 @@ def _grace_period(run: Entry) -> float:
 
     A payload without a readable file `payload.json` counts with the default grace period.
     """
-    paths = [f"{_record_dir(run, component)}/{PAYLOAD}" for component in _components(run)]
+    paths = [f"{_record_dir(run, component)}/{PAYLOAD}" for component in components_of(run)]
     specs = [json_object(run.connection.read(path, 0, _CHUNK)) for path in paths]
     return max(float(spec.get("grace_period", PayloadSpec.grace_period)) for spec in specs)
 
@@ -223,7 +214,7 @@ def _ends(run: Entry, timeout: float) -> bool:
     Returns False after `timeout` seconds. Returns False at once if a journal is missing, as in the run directory of job arrays:
     each element has a journal of its own there, and no runtime reads the cancel request of the whole run.
     """
-    records = [_EndOfRecord(run, component) for component in _components(run)]
+    records = [_EndOfRecord(run, component) for component in components_of(run)]
     if not all(each.exists() for each in records):
         return False
     job, deadline = _Job(run), time.monotonic() + timeout

@@ -11,7 +11,7 @@ import click
 
 from ..backends.layout import Layout
 from ..backends.listing import Entry, Kind, find, list_all, list_here, named
-from ..runtime.protocol.record import JOURNAL, LineReader, Record
+from ..runtime.protocol.record import JOURNAL, LineReader, Record, component_dir
 from ..ssh.local import LocalConnection
 from .cluster import NO_CLUSTER, find_cluster
 from .common import duration, json_option, one_sentence_errors, print_json, print_table, print_values
@@ -101,7 +101,7 @@ def show(ident: str, as_json: bool) -> None:
 
     NAME is the name of a run or session, the beginning of such a name, a job id, a cluster id, or a step. A step stands for its
     only run that has not ended, or else for its newest run. For a run, --json prints the records of the run's journal, one
-    object per line.
+    object per line. If each component of the run has a payload of its own, each record names its component.
     """
     with one_sentence_errors():
         one = entry(ident)
@@ -113,23 +113,42 @@ def show(ident: str, as_json: bool) -> None:
             described.refresh()
             values = {**described.description, **described.row}
         else:
-            records = list(read_journal(one)) if one.kind == Kind.RUN else []
-            values = {**one.row(), **_facts(records)}
+            names = components_of(one) if one.kind == Kind.RUN else []
+            journals = {name: list(read_journal(one, name)) for name in names}
+            values = one.row()
+            for name, records in journals.items():
+                values |= {key if name is None else f"{key} ({name})": value for key, value in _facts(records).items()}
     if as_json and one.kind == Kind.RUN:
-        for record in records:
-            print_json(record)
+        for name, records in journals.items():
+            for record in records:
+                print_json(record if name is None else {"component": name, **record})
     elif as_json:
         print_json(values)
     else:
-        print_values({name: _TEXTS[name](value) if name in _TEXTS and value else value for name, value in values.items()})
+        print_values({name: _text(name, value) for name, value in values.items()})
 
 
-def read_journal(run: Entry) -> Iterator[Record]:
-    """Yields the records of a run's journal, the file of the runtime's events; raises OSError if the journal cannot be read."""
-    if run.connection.modified(f"{run.directory}/{JOURNAL}") is None:
-        raise OSError(f"{run.connection.place}: {run.directory}/{JOURNAL} cannot be read: No such file or directory")
+def _text(name: str, value: Any) -> Any:
+    """Returns a value that `show` prints, as text if `_TEXTS` has a function for it; `name` may end with " (COMPONENT)"."""
+    text = _TEXTS.get(name.partition(" ")[0])
+    return text(value) if text and value else value
+
+
+def components_of(run: Entry) -> list[str | None]:
+    """Returns the names of a run's components; [None] for a run without components. Each component has a journal of its own."""
+    return [*run.components] or [None]
+
+
+def read_journal(run: Entry, component: str | None) -> Iterator[Record]:
+    """Yields the records of the journal, the file of the runtime's events, of a run or of the component `component` of a run.
+
+    Raises OSError if the journal cannot be read.
+    """
+    path = f"{run.directory if component is None else component_dir(run.directory, component)}/{JOURNAL}"
+    if run.connection.modified(path) is None:
+        raise OSError(f"{run.connection.place}: {path} cannot be read: No such file or directory")
     reader = LineReader()
-    while data := run.connection.read(f"{run.directory}/{JOURNAL}", reader.next_read, _CHUNK):
+    while data := run.connection.read(path, reader.next_read, _CHUNK):
         yield from reader.feed(data)
 
 

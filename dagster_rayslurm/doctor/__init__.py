@@ -52,6 +52,12 @@ class Wanted:
         ray = self.launcher.ray_spec()
         return ray.port_range if ray is not None else None
 
+    @property
+    def network_interface(self) -> str | None:
+        """The network interface whose address Ray uses on each node; None if no interface is configured."""
+        ray = self.launcher.ray_spec()
+        return ray.network_interface if ray is not None else None
+
 
 def ok(name: str, text: str) -> Line:
     """Returns a line about a check that passed."""

@@ -16,6 +16,7 @@ from ..edge import machine, site
 from ..edge.environment import PROBE
 from ..errors import StartError
 from ..launchers import RayLauncher
+from ..runtime.node import interfaces
 from ..runtime.node.network import parse_range
 from ..runtime.protocol.record import EXIT
 from ..slurm.accounting import fetch_job_facts
@@ -125,20 +126,30 @@ def _files(
 ) -> dict[str, bytes]:
     """Returns the contents of the files of the run directory `run_dir`, by name: the job script, a program and its options.
 
-    The program is `edge.machine`, which each node runs. `base` is the path of the base directory, and `nodes` is the number of
-    nodes. `interpreter` is the command that starts the environment's Python; None leaves the environment unexamined. Files that
-    the nodes will write exist from the start and are empty, because NFS remembers for a while that a name is missing.
+    The program is `edge.machine`, which each node runs; it uses the file `machine.INTERFACES`. `base` is the path of the base
+    directory, and `nodes` is the number of nodes. `interpreter` is the command that starts the environment's Python; None leaves
+    the environment unexamined. Files that the nodes will write exist from the start and are empty, because NFS remembers for a
+    while that a name is missing.
     """
     python = interpreter[0] if interpreter else ""
     command = ["sh", "-c", _START, "rayslurm", run_dir, python]
-    options = {"run_dir": run_dir, "base": base, "nodes": nodes, "seconds": _SECONDS, "probe": PROBE}
-    ports = parse_range(wanted.port_range) if wanted.port_range else None
+    options = {
+        "run_dir": run_dir,
+        "base": base,
+        "nodes": nodes,
+        "seconds": _SECONDS,
+        "probe": PROBE,
+        "environment": interpreter or [],
+        "port_range": parse_range(wanted.port_range) if wanted.port_range else None,
+        "network_interface": wanted.network_interface,
+    }
     ranks = range(nodes)
     empty = [machine.GO, machine.STOP, *(machine.SEEN % rank for rank in ranks), *(machine.FACTS % rank for rank in ranks)]
     return {
         JOB_SCRIPT: render_script(request, command, run_dir, wanted.slurm.site).encode(),
         _PROGRAM: Path(machine.__file__).read_bytes(),
-        _OPTIONS: json.dumps({**options, "environment": interpreter or [], "port_range": ports}).encode(),
+        machine.INTERFACES: Path(interfaces.__file__).read_bytes(),
+        _OPTIONS: json.dumps(options).encode(),
         **dict.fromkeys(empty, b""),
     }
 

@@ -60,9 +60,9 @@ def probe_lines(nodes: Sequence[Mapping[str, Any]], measured: Mapping[str, Any],
     for node, reached, lag, skew in zip(nodes, *columns, strict=True):
         where = node["host"]
         lines += node_lines(node, skew, (lag or 0.0) / 2, where)
-        lines += [*_environment(node, wanted), _lag(lag, where), _ports(node, wanted.port_range)]
+        lines += [*_environment(node, wanted), _lag(lag, where), *_interface(node), _ports(node, wanted.port_range)]
         if reached:  # Nothing connects to a node that listens on no port.
-            lines.append(_reached(reached, node["ports"]["range"], where))
+            lines.append(_reached(reached, node))
         lines += [_peer(peer, where, hosts[int(rank)]) for rank, peer in node["peers"].items() if peer]
     return lines
 
@@ -122,19 +122,37 @@ def _ports(node: Mapping[str, Any], port_range: str | None) -> Line:
     return ok(name, f"{ports['free']} of {ports['tried']} ports tried from {low} to {high} are free{others}")
 
 
-def _reached(reached: Mapping[str, Any], ports: Sequence[int], where: str) -> Line:
-    """Returns a line that says whether the edge node can connect to the node `where`; `reached` is the result of `machine.reach`.
+def _interface(node: Mapping[str, Any]) -> Iterator[Line]:
+    """Yields a line that says whether a node has the configured network interface; no line if no interface is configured."""
+    name, interface = f"{node['host']}: network interface", node["interface"]
+    if interface is None:
+        return
+    if "error" in interface:
+        what, remedy = interface["error"], "set RayLauncher.network_interface to an interface that all compute nodes have"
+        yield failure(name, what, f"{remedy}, or remove it")
+    else:
+        yield ok(name, f"{interface['name']} has the address {interface['address']}, which Ray uses")
 
-    `ports` are the first and the last port on which the node may have listened.
+
+def _reached(reached: Mapping[str, Any], node: Mapping[str, Any]) -> Line:
+    """Returns a line that says whether the edge node can connect to a node.
+
+    `reached` is the node's element of `reached` in the result of `edge.site.reach_and_measure`. `node` has the facts of the node.
     """
-    name = f"{where}: from the edge node"
+    name = f"{node['host']}: from the edge node"
     if "error" in reached:
         what = (
             f"no TCP connection to port {reached['port']} ({reached['error']}), so that sessions are asked by srun, more slowly"
         )
-        low, high = ports
+        low, high = node["ports"]["range"]
         return warning(name, what, f"nothing is needed; ask the site to let the edge node connect to the ports {low} to {high}")
-    return ok(name, f"TCP connects to {reached['host']} in {1000 * reached['seconds']:.0f} ms")
+    text = f"TCP connects to {reached['host']} in {1000 * reached['seconds']:.0f} ms"
+    if by_interface := reached.get("by_interface"):
+        address = f"{node['interface']['address']} of {node['interface']['name']}"
+        problem = by_interface.get("error")
+        # Requests to sessions go to the node's name, so the edge node need not be in Ray's network.
+        text += f", but not to {address} ({problem}), which only Ray's nodes need" if problem else f", and to {address}"
+    return ok(name, text)
 
 
 def _peer(peer: Mapping[str, Any], where: str, other: str) -> Line:
@@ -143,4 +161,5 @@ def _peer(peer: Mapping[str, Any], where: str, other: str) -> Line:
     if "error" in peer:
         what = f"{where} cannot connect to port {peer['port']} of {other} ({peer['error']}), so that no Ray cluster can span them"
         return failure(name, what, "set RayLauncher.network_interface or port_range to what the site lets through, or ask it")
-    return ok(name, f"{where} connects to {other} in {1000 * peer['seconds']:.0f} ms")
+    at = "" if peer["host"] == other else f" at {peer['host']}"
+    return ok(name, f"{where} connects to {other}{at} in {1000 * peer['seconds']:.0f} ms")

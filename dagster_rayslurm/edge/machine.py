@@ -11,6 +11,7 @@ import os
 import pwd
 import random
 import resource
+import runpy
 import shutil
 import socket
 import subprocess
@@ -46,6 +47,7 @@ _ENVIRONMENT_TIMEOUT = 60.0
 # Files in the directory of a probe. The edge node makes the empty ones before the job starts: on NFS a name that was looked for
 # in vain stays missing for a while.
 FACTS, GO, SEEN, STOP = "facts-%d.json", "go", "seen-%d", "stop"
+INTERFACES = "interfaces.py"  # The file in the directory of a probe that finds the address of a network interface.
 # Ports below the usual ephemeral range of Linux (ip(7)), from which the runtime chooses if it may use any.
 _PORTS = (10000, 32767)
 _TRIED = 200  # Most ports of a range that are tried.
@@ -178,6 +180,7 @@ def main(
     probe: str,
     environment: "Sequence[str]",
     port_range: "Sequence[int] | None",
+    network_interface: "str | None",
 ) -> None:
     """Run as the probe's job on one node: write the node's facts, answer connections, and connect to the first node.
 
@@ -193,6 +196,7 @@ def main(
         environment: the command that starts the environment's Python, which runs `probe`; an empty command if there is no
             environment.
         port_range: the first and the last port that Ray may use; None for any ports.
+        network_interface: the interface whose address Ray uses on each node; None if no interface is configured.
     """
     low, high = port_range or _PORTS
     chosen, tried, free = _listen(range(low, high + 1))
@@ -203,6 +207,7 @@ def main(
     facts["listens"] = chosen + others if chosen else []
     facts["ports"] = {"range": [low, high], "tried": tried, "free": free, "ephemeral": _ephemeral_range()}
     facts["addresses"] = _addresses()
+    facts["interface"] = _interface(run_dir, network_interface) if network_interface else None
     facts["peers"] = {}
     path = os.path.join(run_dir, FACTS % rank)
     _append(path, facts)
@@ -216,7 +221,9 @@ def main(
         if rank and not facts["peers"] and nodes > 1:
             first = last_line(_content(os.path.join(run_dir, FACTS % 0)))
             if first is not None:
-                found = [reach(first, port) for port in first["listens"]]
+                by_interface = first["interface"] is not None
+                ports = [] if by_interface and "error" in first["interface"] else first["listens"]
+                found = [reach(first, port, by_interface) for port in ports]
                 facts["peers"] = {"0": next((each for each in found if "error" in each), found[0] if found else {})}
                 _append(path, facts)
         time.sleep(0.02)
@@ -236,14 +243,24 @@ def _listen(ports: "Sequence[int]") -> "tuple[list[int], int, int]":
             server.bind(("", port))
             free += 1
             if not chosen:
-                server.listen(5)
-                chosen.append(int(server.getsockname()[1]))
-                threading.Thread(target=_greet, args=(server,), daemon=True).start()
+                chosen.append(_serve(server))
+                with contextlib.suppress(OSError):  # A node without IPv6, or another program has the port there.
+                    other = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+                    other.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                    other.bind(("", chosen[0]))
+                    _serve(other)
                 continue
         except OSError:
             pass
         server.close()
     return chosen, len(tried), free
+
+
+def _serve(server: socket.socket) -> int:
+    """Listen on a bound socket, and send `GREETING` to each client from now on; return the port at once."""
+    server.listen(5)
+    threading.Thread(target=_greet, args=(server,), daemon=True).start()
+    return int(server.getsockname()[1])
 
 
 def _ephemeral_range() -> "list[int] | None":
@@ -285,15 +302,16 @@ def listen_once(seconds: float) -> int:
     return int(server.getsockname()[1])
 
 
-def reach(facts: "dict[str, Any]", port: int, timeout: float = 5.0) -> "dict[str, Any]":
+def reach(facts: "dict[str, Any]", port: int, by_interface: bool = False, timeout: float = 5.0) -> "dict[str, Any]":
     """Connect to the server of a node of the probe, by the node's host name or else by the node's addresses.
 
-    `facts` are the facts that the node has written. `port` is one of the ports in `facts["listens"]`. Each attempt may take
-    `timeout` seconds. Returns a dict with the `port`, the `host` (the name or address that worked) and the duration of the
-    connection in `seconds`. If all attempts failed, the dict has only the `port`, and an `error`, which is a text.
+    `facts` are the facts that the node has written. `port` is one of the ports in `facts["listens"]`. If `by_interface` is True,
+    only the address of the configured network interface is tried. Each attempt may take `timeout` seconds. Returns a dict with
+    the `port`, the `host` (the name or address that worked) and the duration of the connection in `seconds`. If all attempts
+    failed, the dict has only the `port`, and an `error`, which is a text.
     """
     errors = []
-    for host in [facts["host"], *facts["addresses"]]:
+    for host in [facts["interface"]["address"]] if by_interface else [facts["host"], *facts["addresses"]]:
         began = time.monotonic()
         try:
             with socket.create_connection((host, port), timeout) as stream:
@@ -317,6 +335,17 @@ def _addresses() -> "list[str]":
             probe.connect((target, 9))  # Nothing is sent: the kernel only looks for a route.
             found.append(str(probe.getsockname()[0]))
     return [each for each in dict.fromkeys(found) if not each.startswith("127.")]
+
+
+def _interface(run_dir: str, name: str) -> "dict[str, Any]":
+    """Return a dict with the `name` of a network interface and its `address` on this node.
+
+    If the interface has no address, the dict has an `error` instead of the `address`. `run_dir` is the directory of the probe.
+    """
+    try:
+        return {"name": name, "address": runpy.run_path(os.path.join(run_dir, INTERFACES))["address_of"](name)}
+    except OSError as error:
+        return {"name": name, "error": str(error)}
 
 
 def _environment(command: "Sequence[str]", probe: str) -> "dict[str, Any]":

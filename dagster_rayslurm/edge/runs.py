@@ -10,9 +10,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
+_SMALL = 4096
 # Files of a run directory, and the most bytes of each.
-_FILES = (("status.json", 4096), ("job_id", 64), ("exit", 4096), ("journal.jsonl", 4096))
-_PAYLOAD, _CONTEXT, _CLUSTER, _COMPONENTS = "payload.json", "pipes_context.json", "cluster.json", "components"
+_FILES = (("status.json", _SMALL), ("job_id", 64), ("exit", _SMALL), ("journal.jsonl", _SMALL))
+_STATUS, _PAYLOAD, _CONTEXT, _CLUSTER, _COMPONENTS = (
+    "status.json",
+    "payload.json",
+    "pipes_context.json",
+    "cluster.json",
+    "components",
+)
 _MOST_BYTES = 1024 * 1024
 
 
@@ -42,6 +49,8 @@ def runs(directory: str) -> "list[dict[str, Any]]":
         modified: the time of the last change, in seconds since the epoch.
         run_id, step, assets: the Dagster run, the step, and the keys of the assets; "" and [] if they are unknown.
         files: the beginnings of the files in `_FILES`, by name; "" for a missing file.
+        components: the texts of the files status.json of the run's components, by the component's name; "" for a missing file.
+            The dict is empty unless each component of the run has a payload and a directory of its own.
         clusters: the texts of the files cluster.json, by path. Such a file has the address of a Ray cluster. A run has several
             such files if each component of the run has a Ray cluster.
     """
@@ -63,7 +72,8 @@ def runs(directory: str) -> "list[dict[str, Any]]":
 def _run(path: str, name: str) -> "dict[str, Any]":
     """Return the dict of one run directory, `path`; the docstring of `runs` lists its keys. `name` is the directory's name."""
     components = os.path.join(path, _COMPONENTS)
-    parts = [os.path.join(components, each) for each in os.listdir(components)] if os.path.isdir(components) else []
+    names = sorted(os.listdir(components)) if os.path.isdir(components) else []
+    parts = [os.path.join(components, each) for each in names]
     clusters = {os.path.join(each, _CLUSTER): _beginning(os.path.join(each, _CLUSTER), _MOST_BYTES) for each in [path, *parts]}
     assets = []  # type: list[str]
     for each in [path, *parts]:
@@ -76,6 +86,7 @@ def _run(path: str, name: str) -> "dict[str, Any]":
         "step": str(spec.get("step") or ""),
         "assets": assets,
         "files": {file: _beginning(os.path.join(path, file), size) for file, size in _FILES},
+        "components": {each: _beginning(os.path.join(components, each, _STATUS), _SMALL) for each in names},
         "clusters": {file: text for file, text in clusters.items() if text},
     }
 

@@ -117,13 +117,14 @@ def reach_and_measure(run_dir: str, nodes: "list[dict[str, Any]]", patience: flo
 
     A probe is a job of `rayslurm doctor` on compute nodes. `nodes` has the facts that each node has written. The function waits
     up to `patience` seconds until the nodes have answered the change. Returns a dict of three lists with an entry for each node:
-        reached: the result of `machine.reach`; an empty dict if the node listens on no port.
+        reached: the result of `machine.reach`; an empty dict if the node listens on no port. If a network interface is
+            configured, `by_interface` in the dict is the result of `machine.reach` for the address of this interface.
         lags: the seconds from the change until the node's answer is seen on this machine; None without an answer.
         skews: the seconds by which the node's clock is ahead of this machine's clock, exact to half of the lag; 0.0 without an
             answer.
     """
     with ThreadPoolExecutor(max(1, len(nodes))) as pool:  # A firewall that drops packets costs seconds for each address.
-        reached = list(pool.map(lambda node: machine.reach(node, node["listens"][0]) if node["listens"] else {}, nodes))
+        reached = list(pool.map(_reached, nodes))
     began, at = time.monotonic(), time.time()
     with open(os.path.join(run_dir, machine.GO), "ab", 0) as file:
         file.write(b"1")
@@ -137,3 +138,14 @@ def reach_and_measure(run_dir: str, nodes: "list[dict[str, Any]]", patience: flo
                 lags[rank], skews[rank] = seconds, float(answer) - at - seconds / 2
         time.sleep(0.01)
     return {"reached": reached, "lags": lags, "skews": skews}
+
+
+def _reached(node: "dict[str, Any]") -> "dict[str, Any]":
+    """Connect to one node of a probe, whose facts are `node`; the docstring of `reach_and_measure` describes the result."""
+    if not node["listens"]:
+        return {}
+    port = node["listens"][0]
+    found = machine.reach(node, port)
+    if "address" in (node.get("interface") or {}):
+        found["by_interface"] = machine.reach(node, port, True)
+    return found

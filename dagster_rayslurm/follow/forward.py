@@ -219,6 +219,8 @@ class MessageForwarder:
             method, params = message["method"], message.get("params") or {}
             if not isinstance(method, str):
                 raise TypeError(f"its method is {method!r}")
+            if method == "closed":  # Some clients of Pipes leave out parameters without a value; Dagster expects None.
+                message.setdefault("params", None)
             if method == "closed" and params.get("exception"):
                 params["exception"] = _without_colours(params["exception"])
             evidence.add_message(method, params)

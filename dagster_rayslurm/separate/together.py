@@ -58,15 +58,15 @@ class ReportMerger:
     def _add(self, component: str, message: Message) -> None:
         """Store a result or `closed` message of `component` for `hand_over`; pass any other Pipes message on to Dagster at once.
 
-        If the message is invalid, the function raises Dagster's error, or KeyError if the message has no `params`, and does not
-        store the message.
+        If a result is invalid, the function raises Dagster's error, or KeyError if the result has no `params`, and does not store
+        the message. A `closed` message may lack `params`.
         """
         if message["method"] not in _KEPT:
             self.handler.handle_message(message)
             return
         if message["method"] != "closed":
             self.check(message)
-        kept = {key: message[key] for key in ("method", "params")}
+        kept = {"method": message["method"], "params": message.get("params")}
         self.results.setdefault(component, []).append(kept)
 
     def hand_over(self) -> list[tuple[str, Exception]]:

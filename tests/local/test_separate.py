@@ -155,6 +155,20 @@ def test_a_check_that_all_report_becomes_one(separate: Any, script: Any, failing
     assert len(result.asset_materializations_for_node("checked")) == 1
 
 
+@pytest.mark.parametrize("topology", ["whole", "separate"])
+def test_a_closed_message_without_params_closes_pipes(topology: str, separate: Any, script: Any, base: Path) -> None:
+    """As a client of Pipes in another language may write it."""
+    brief = """
+    write = pipes._message_channel.write_message
+    def without_params(message):
+        write({key: value for key, value in message.items() if key != "params" or message["method"] != "closed"})
+    pipes._message_channel.write_message = without_params
+    """
+    whole = ComputeResource(local_base=str(base), default_launcher=BashLauncher())
+    ran = run_asset(separate() if topology == "separate" else whole, script(pipes_script(brief)))
+    assert ran.result.success and not ran.failures
+
+
 def test_a_report_that_cannot_be_used_is_its_own_components_failure(separate: Any, script: Any, base: Path) -> None:
     """Whichever of them Dagster would have heard first."""
     wrong = """

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.runtime.node import network, resources
+from dagster_rayslurm.runtime.node import interfaces, network, resources
 from dagster_rayslurm.runtime.node.network import interface_address
 from dagster_rayslurm.runtime.node.resources import footprint_error, node_footprint
 from dagster_rayslurm.runtime.process import scratch
@@ -165,7 +165,7 @@ def test_an_interface_with_ipv6_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     listed.write_text(
         "fe800000000000000042acfffe130002 1c 40 20 80     ib9\nfd000077000000000000000000000002 1c 40 00 82     ib9\n"
     )
-    monkeypatch.setattr(network, "_IPV6", str(listed))
+    monkeypatch.setattr(interfaces, "_IPV6", str(listed))
     assert interface_address("ib9") == "fd00:77::2"
     with pytest.raises(ClusterError, match="network_interface='ib8' has no address on node"):
         interface_address("ib8")

@@ -17,9 +17,10 @@ import pytest
 
 from dagster_rayslurm.backends.base import Layout, write_run_dir
 from dagster_rayslurm.backends.local import runtime_command
+from dagster_rayslurm.backends.sessions import local as local_sessions
 from dagster_rayslurm.backends.sessions import request as session_request
 from dagster_rayslurm.backends.sessions.matching import Capacity
-from dagster_rayslurm.backends.sessions.registry import LiveSession, SessionManifest, parse_announcement
+from dagster_rayslurm.backends.sessions.registry import LiveSession, SessionManifest, list_generations, parse_announcement
 from dagster_rayslurm.backends.sessions.request import Unreachable, send_request
 from dagster_rayslurm.environments import InheritedEnvironment, resolve_environment
 from dagster_rayslurm.runtime.node.network import control_ports
@@ -260,11 +261,24 @@ def test_stop_ends_payloads_and_the_session(session: Callable[..., Session]) -> 
     one = session()
     one.run("a", "import time; time.sleep(60)")
     one.run("b", "pass")
-    assert one.ask(op="stop") == {"ok": True}
+    assert one.ask(op="stop") == {"ok": True, "grace_period": 1.0}
     assert [one.end_of(name)["reason"] for name in "ab"] == ["cancel", "cancel"]
     assert one.process.wait(20) == 0
     announced = one.announced()
     assert announced is not None and announced.closing
+
+
+def test_a_stopped_session_is_waited_for_as_long_as_its_payloads_may_take(
+    session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = session(local=True)
+    code = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(3), sys.exit(7)))"
+    one.run("a", f"{code}; print('begun', flush=True); time.sleep(60)", grace_period=60.0)
+    assert wait_until(lambda: b"begun" in (one.run_dir("a") / "stdio.jsonl").read_bytes(), 60)
+    monkeypatch.setattr(local_sessions, "_END_MARGIN", 1.0)
+    (generation,) = list_generations(LocalConnection(), str(one.path))
+    local_sessions.end_session(generation)
+    assert one.end_of("a")["exit_code"] == 7 and one.process.wait(20) == 0
 
 
 def test_an_idle_session_ends(session: Callable[..., Session]) -> None:

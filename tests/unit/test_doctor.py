@@ -299,6 +299,7 @@ def probed(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
         "probe": PROBE,
         "environment": [sys.executable],
         "port_range": getattr(request, "param", None),
+        "network_interface": None,
     }
     (run_dir / "options.json").write_text(json.dumps(options))
     command = [sys.executable, machine.__file__, str(run_dir / "options.json")]
@@ -423,6 +424,50 @@ def test_a_probe_listens_on_the_ports_of_the_launcher(tmp_path: Path, fake_slurm
     )
     assert {"from the edge node", "from node to node"} <= {line.name.rpartition(": ")[2] for line in lines}
     assert fake_slurm.jobs("COMPLETED") == [1] and not list((tmp_path / "runs").iterdir())
+
+
+def test_a_probe_uses_the_network_interface_of_the_launcher(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    asked = replace(wanted(), launcher=RayLauncher(network_interface="lo"))
+    lines = probe.run_probe(LocalConnection(), str(tmp_path), asked, None, 2, 60.0, lambda _: None)
+    told: dict[str, list[Line]] = {}
+    for line in lines:
+        told.setdefault(line.name.rpartition(": ")[2], []).append(line)
+    assert [line.text for line in told["network interface"]] == ["lo has the address 127.0.0.1, which Ray uses"] * 2
+    (between,) = told["from node to node"]
+    assert between.verdict is Verdict.OK and " at 127.0.0.1 in " in between.text
+    assert all(line.verdict is Verdict.OK and ", and to 127.0.0.1 of lo" in line.text for line in told["from the edge node"])
+
+
+def test_a_node_without_the_network_interface_is_named(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    asked = replace(wanted(), launcher=RayLauncher(network_interface="ib7"))
+    lines = probe.run_probe(LocalConnection(), str(tmp_path), asked, None, 2, 60.0, lambda _: None)
+    host = socket.gethostname()
+    failures = [line for line in lines if line.name == f"{host}: network interface"]
+    assert [line.verdict for line in failures] == [Verdict.FAILURE] * 2
+    assert f"network_interface='ib7' has no address on node {host}" in failures[0].text and "it has: lo" in failures[0].text
+    assert failures[0].remedy.startswith("set RayLauncher.network_interface to an interface")
+    assert not [line for line in lines if line.name.endswith("from node to node")], "no address to connect to"
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
+def test_a_node_is_reached_at_an_interface_that_has_ipv6_alone(probed: Any) -> None:
+    facts, _ = probed
+    node = {**facts[0], "interface": {"name": "lo", "address": "::1"}}
+    assert machine.reach(node, facts[0]["listens"][0], True)["host"] == "::1"
+
+
+def test_an_edge_node_outside_of_rays_network_is_no_problem(probed: Any) -> None:
+    facts, measured = probed
+    interface = {"name": "ib0", "address": "192.0.2.7"}
+    nodes = [{**each, "interface": interface} for each in facts]
+    blocked = {"error": "192.0.2.7: timed out", "port": 1}
+    reached = [{**each, "by_interface": blocked} for each in measured["reached"]]
+    nodes[1] = {**nodes[1], "peers": {"0": blocked}}
+    lines = probe_lines(nodes, {**measured, "reached": reached}, wanted(), 2.0)
+    edge = [line for line in lines if line.name.endswith("from the edge node")]
+    assert all(line.verdict is Verdict.OK and "not to 192.0.2.7 of ib0 (192.0.2.7: timed out)" in line.text for line in edge)
+    (between,) = [line for line in lines if line.name.endswith("from node to node")]
+    assert between.verdict is Verdict.FAILURE and "network_interface" in between.remedy
 
 
 def test_a_probe_of_which_slurm_says_nothing(tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,6 +132,25 @@ def test_a_session_that_does_not_answer_keeps_no_other_from_being_asked(
     for _ in range(2):
         scene.wait("Resources", SESSION, row(13, "RUNNING", nodes="c[3-4]", name=SESSION.name))
     assert asked[:2] == [KEY, "second-0123456789ab"] and KEY not in asked[2:]
+
+
+@pytest.mark.parametrize("lost", [Unreachable("it is away"), AnswerLost("it may have been asked")])
+def test_a_session_that_never_answers_is_given_up(lost: OSError, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked = 1000.0, list[float]()
+
+    def ask(*_: Any) -> Any:
+        asked.append(now)
+        raise lost
+
+    monkeypatch.setattr(idle, "send_request", ask)
+    monkeypatch.setattr(idle, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(idle, "_INTERVAL", 3.0)
+    while now < 4600.0:
+        scene.wait("Resources", SESSION)
+        now += 1.0
+    assert len(asked) == 6 and asked[-1] - asked[0] > 60, "a short outage is no reason to give up"
+    (line,) = scene.log.lines
+    assert f"`rayslurm session stop {KEY}` ends it. It does not answer: {lost}" in line
 
 
 def test_a_session_that_does_not_yield_is_reported_once(scene: Scene) -> None:

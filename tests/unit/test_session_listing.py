@@ -128,6 +128,7 @@ class Slurm:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *rows: tuple[int, str, str]) -> None:
         self.rows = list(rows)
         self.did: list[Any] = []
+        self.patience: list[float] = []  # Seconds before each job is cancelled.
         monkeypatch.setattr(session_listing, "fetch_queue", lambda _: queue(*self.rows))
         monkeypatch.setattr(session_listing, "wait_until_gone", self._gone)
         monkeypatch.setattr(session_listing, "cancel_named", lambda _, name, log: self.did.append(name))
@@ -136,6 +137,7 @@ class Slurm:
 
     def _gone(self, _: Any, job_id: int, patience: float) -> bool:
         self.did.append((job_id, patience > 0))
+        self.patience.append(patience)
         return self.answer != "stuck"
 
     def _ask(self, *arguments: Any) -> Any:
@@ -159,6 +161,16 @@ def test_end_sessions_stops_cancels_and_abandons(base: Path, monkeypatch: pytest
     assert end_all(base)
     assert slurm.did == [{"op": "stop"}, (12, True), (13, False), "rayslurm-four"]
     assert (directory / "abandoned").is_dir(), "whoever submits it right now takes it back"
+
+
+@pytest.mark.parametrize(("told", "patience"), [({"grace_period": 600.0}, 645.0), ({}, 55.0)], ids=["told", "not told"])
+def test_a_stopped_session_has_the_grace_period_of_its_payloads(
+    base: Path, told: dict[str, Any], patience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = Slurm(monkeypatch, (12, "RUNNING", ""))
+    slurm.answer = {"ok": True, **told}
+    write(base, 2, job_id="12\n", exit="", session_json=json.dumps(ANNOUNCED))
+    assert end_all(base) and slurm.patience == [patience]
 
 
 @pytest.mark.parametrize("answer", [Unreachable("no way"), AnswerLost("who knows")])

@@ -215,11 +215,15 @@ def test_a_standalone_script_with_ray_is_valid_and_has_no_token_in_it(rayslurm: 
 # ---- ps, cancel
 
 
-def test_two_hundred_runs_are_listed_by_one_squeue(rayslurm: Rayslurm, fake_slurm: FakeSlurm, cluster: Path) -> None:
+@pytest.mark.parametrize("parts", [(".",), ("components/cpu", "components/gpu")], ids=["whole", "components"])
+def test_two_hundred_runs_are_listed_by_one_squeue(
+    rayslurm: Rayslurm, fake_slurm: FakeSlurm, cluster: Path, parts: tuple[str, ...]
+) -> None:
     for number in range(200):
         directory = cluster / "runs" / f"{number:08x}-train-{number:012x}"
-        directory.mkdir(parents=True)
-        (directory / "status.json").write_text(json.dumps({"state": "running", "message": "on c1"}))
+        for part in parts:
+            (directory / part).mkdir(parents=True)
+            (directory / part / "status.json").write_text(json.dumps({"state": "running", "message": "on c1"}))
         (directory / "job_id").write_text(f"{number + 1}\n")
         if number % 2:
             fake_slurm.job(number + 1)
@@ -231,6 +235,74 @@ def test_two_hundred_runs_are_listed_by_one_squeue(rayslurm: Rayslurm, fake_slur
     assert [row["name"] for row in rows if row["kind"] == "job"] == ["another"]
     assert len(rows) == 101 and all(row["state"] == "running" for row in rows)
     assert len([row for row in runs(rayslurm, "--all") if row["state"] == "lost"]) == 100
+
+
+def component_files(directory: Path, **states: str) -> None:
+    """Writes the files of a run whose components have a payload each, in the given states; "" stands for a payload not begun."""
+    for at, (name, state) in enumerate(states.items()):
+        part = directory / "components" / name
+        part.mkdir(parents=True, exist_ok=True)
+        (part / "status.json").unlink(missing_ok=True)
+        (part / "journal.jsonl").touch()
+        if state:
+            status = {"state": state, "message": f"{name} says", "at": 1000.0 + at, "runtime_pid": os.getpid()}
+            (part / "status.json").write_text(json.dumps(status))
+
+
+@pytest.mark.parametrize(
+    ("cpu", "gpu", "state", "says"),
+    [
+        ("", "", "starting", ""),
+        ("cluster-start", "", "cluster-start", "cpu: cpu says; gpu (starting): starting"),
+        ("cluster-start", "ready", "ready", "cpu (cluster-start): cpu says; gpu: gpu says"),
+        ("running", "running", "running", "cpu: cpu says; gpu: gpu says"),
+        ("running", "ended", "running", "cpu: cpu says; gpu (ended): gpu says"),
+        ("ended", "", "starting", "cpu (ended): cpu says; gpu: starting"),
+        ("ended", "ended", "ended", "cpu: cpu says; gpu: gpu says"),
+    ],
+)
+def test_a_run_with_a_payload_for_each_component_has_their_state(
+    rayslurm: Rayslurm, fake_slurm: FakeSlurm, cluster: Path, cpu: str, gpu: str, state: str, says: str
+) -> None:
+    directory = cluster / "runs" / "0000aaaa-train-000000000001"
+    for number in (17, 18):
+        fake_slurm.job(number, label=f"17+{number - 17}", leader=17)
+    component_files(directory, cpu=cpu, gpu=gpu)
+    (directory / "job_id").write_text("17\n")
+    (row,) = runs(rayslurm, "--all")
+    assert (row["state"], row["says"], row["job_id"]) == (state, says, "17")
+    assert len(runs(rayslurm)) == (state != "ended")
+    assert len(fake_slurm.calls("squeue")) == 2, "one for each list"
+    fake_slurm.end(17, "CANCELLED")
+    (row,) = runs(rayslurm, "--all")
+    assert row["state"] == ("ended" if state == "ended" else "lost")
+
+
+def test_a_run_on_this_machine_has_the_state_of_its_components(rayslurm: Rayslurm, cluster: Path) -> None:
+    directory = cluster.parent / "here" / "runs" / "0000aaaa-train-000000000001"
+    component_files(directory, cpu="ended", gpu="running")
+    assert [row["state"] for row in runs(rayslurm, "--here")] == ["running"]
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    path = directory / "components" / "gpu" / "status.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "runtime_pid": gone.pid}))
+    (row,) = runs(rayslurm, "--here", "--all")
+    assert (row["state"], row["says"]) == ("lost", "cpu (ended): cpu says; gpu: its runtime was killed")
+
+
+def test_the_records_of_all_components_are_shown(rayslurm: Rayslurm, fake_slurm: FakeSlurm, cluster: Path) -> None:
+    directory = cluster / "runs" / "0000aaaa-train-000000000001"
+    component_files(directory, cpu="ended", gpu="ended")
+    for code, name in enumerate(("cpu", "gpu")):
+        end = {"type": "end", "reason": "exit", "exit_code": code, "usage": {"elapsed": 2.5}}
+        (directory / "components" / name / "journal.jsonl").write_bytes(encode({"type": "start"}) + encode(end))
+    shown = rayslurm("show", "0000aaaa")
+    lines = {" ".join(line.split()) for line in shown.stdout.splitlines()}
+    assert {"state ended", "exit code (cpu) 0", "exit code (gpu) 1", "elapsed (gpu) 2.5 s"} <= lines, shown.output
+    records = [json.loads(line) for line in rayslurm("show", "0000aaaa", "--json").stdout.splitlines()]
+    assert [(each["component"], each["type"]) for each in records] == [
+        (name, kind) for name in ("cpu", "gpu") for kind in ("start", "end")
+    ]
 
 
 def test_a_listing_does_not_import_dagster(rayslurm: Rayslurm, fake_slurm: FakeSlurm, cluster: Path) -> None:

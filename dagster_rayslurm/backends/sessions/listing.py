@@ -19,17 +19,19 @@ from ...slurm.submit import cancel_named, wait_until_gone
 from ...ssh.base import Connection
 from .matching import run_suffix
 from .registry import Generation, list_generations
-from .request import Unreachable, send_request
+from .request import Unreachable, grace_period, send_request
 from .state import job_of
 
-# Seconds in which a session ends after a stop request; its payloads and Ray have grace periods. Then its job is cancelled.
-_END_TIMEOUT = 45.0
+# Seconds beyond the grace period of its payloads in which a session ends after a stop request. Then its job is cancelled.
+_END_MARGIN = 45.0
 
 _WAITS_FOR_NODES = ("Resources", "Priority")  # Slurm's pending reasons for a job that starts as soon as other jobs end.
 _SESSION_JOBS = "rayslurm-session-"  # Prefix of the job names of sessions, see `job_name`.
 _INTERVAL = 3.0  # Seconds between two checks for an idle session; each check reads the files of all sessions.
 # Seconds in which the waiting job may start after one session has yielded, before the next session is asked.
 _START_TIMEOUT = 20.0
+# Most requests to yield that a session leaves without an answer; the pause before each one is twice as long as the last.
+_MOST_UNANSWERED = 6
 _STOP = {"op": Operation.STOP}
 _log = logging.getLogger("rayslurm")
 
@@ -48,6 +50,9 @@ def stop_sessions_of_run(connection: Connection, base: str, run_id: str) -> None
 def end_generations(connection: Connection, generations: Iterable[Generation]) -> bool:
     """End the Slurm jobs of generations of sessions, and wait for their ends; returns whether any job was there to end.
 
+    A session that answers has the grace period of its payloads, and `_END_MARGIN` seconds, to end by itself. Then, or if it does
+    not answer, Slurm cancels its job.
+
     Raises StartError if Slurm does not confirm the end of a job, and OSError if the cluster is out of reach.
     """
     snapshot = fetch_queue(connection)
@@ -55,10 +60,11 @@ def end_generations(connection: Connection, generations: Iterable[Generation]) -
     for each in generations:
         row = job_of(each, snapshot)
         if row is not None:
-            ended, stopping = True, False
+            ended, patience = True, 0.0
             with contextlib.suppress(Unreachable, AnswerLost):
-                stopping = each.announcement is not None and bool(send_request(connection, each, _STOP).get("ok"))
-            if not wait_until_gone(connection, row.job_id, _END_TIMEOUT if stopping else 0.0):
+                answer = send_request(connection, each, _STOP) if each.announcement is not None else {}
+                patience = grace_period(answer) + _END_MARGIN if answer.get("ok") else 0.0
+            if not wait_until_gone(connection, row.job_id, patience):
                 sentence = f"Slurm does not confirm the end of job {row.job_id}; run `scancel {row.job_id}`"
                 raise StartError(FailureKind.RUNTIME, sentence)
         elif each.job_id is None and each.job_name:
@@ -81,15 +87,17 @@ class IdleSessions:
     base: str
     log: Any
     _next_check: float = 0.0
-    _keep: set[int | None] = field(default_factory=set, init=False)  # Job ids of sessions that have refused to yield.
-    _silent: set[int | None] = field(default_factory=set, init=False)  # Job ids of sessions that have not answered; asked last.
+    _keep: set[int | None] = field(default_factory=set, init=False)  # Job ids of sessions that are no longer asked.
+    # For sessions that have not answered, by job id: the number of requests, and when the next one is due. They are asked last.
+    _silent: dict[int | None, tuple[int, float]] = field(default_factory=dict, init=False)
 
     def __call__(self, snapshot: QueueSnapshot, waiting: Sequence[QueueRow]) -> None:
         """Ask one idle session to end if a waiting Slurm job could use the session's nodes.
 
         `snapshot` shows the user's jobs in Slurm's queue, and `waiting` are the rows of the waiting job in `snapshot`. The job
         could use the nodes if it waits for nodes in the session's partition. If a session refuses or cannot be reached, the
-        next one is asked. Raises OSError if the cluster is out of reach.
+        next one is asked. A session that does not answer is asked `_MOST_UNANSWERED` times at most. Raises OSError if the
+        cluster is out of reach.
 
         The function searches at most every `_INTERVAL` seconds. After a session has agreed to end, the function pauses for
         `_START_TIMEOUT` seconds, so that the waiting job can start. Calls in between do nothing.
@@ -107,7 +115,8 @@ class IdleSessions:
         for each in sorted(found, key=lambda each: each.job_id in self._silent):
             said, held = each.announcement, nodes.get(str(each.job_id))
             idle = said is not None and said.idle and said.closing is None
-            if held and idle and each.job_id not in self._keep and self._yields(each, ",".join(held)):
+            due = each.job_id not in self._keep and self._silent.get(each.job_id, (0, now))[1] <= now
+            if held and idle and due and self._yields(each, ",".join(held)):
                 self._next_check = now + _START_TIMEOUT
                 return
 
@@ -121,15 +130,23 @@ class IdleSessions:
         try:
             answer = send_request(self.connection, generation, {"op": Operation.YIELD})
         except (Unreachable, AnswerLost) as error:
-            self._silent.add(generation.job_id)
+            tries = self._silent.get(generation.job_id, (0, 0.0))[0] + 1
+            self._silent[generation.job_id] = tries, time.monotonic() + _INTERVAL * 2**tries
+            if tries == _MOST_UNANSWERED:
+                self._leave(generation, nodes, f" It does not answer: {error}")
             return isinstance(error, AnswerLost)
+        self._silent.pop(generation.job_id, None)
         if answer.get("ok"):
             self.log.info(f"[rayslurm] session {generation.key} was idle and held {nodes}: it ends, so that this job can start")
             return True
         if answer.get("error") != Refusal.BUSY:
-            self._keep.add(generation.job_id)
-            self.log.warning(
-                f"[rayslurm] session {generation.key} is idle and holds {nodes}, while this job waits; "
-                f"`rayslurm session stop {generation.key}` ends it"
-            )
+            self._leave(generation, nodes)
         return False
+
+    def _leave(self, generation: Generation, nodes: str, why: str = "") -> None:
+        """Ask a session never again, and warn that it holds `nodes`. `why` is the end of the warning."""
+        self._keep.add(generation.job_id)
+        self.log.warning(
+            f"[rayslurm] session {generation.key} is idle and holds {nodes}, while this job waits; "
+            f"`rayslurm session stop {generation.key}` ends it.{why}"
+        )

@@ -40,11 +40,11 @@ from .here import is_alive, list_sessions, sessions_base
 from .matching import Capacity, Choice, Requirements, Target, misfit, session_key
 from .payload import SessionPayload
 from .registry import Generation, LiveSession, SessionManifest, SessionRegistry, list_generations
-from .request import Unreachable, send_request
+from .request import Unreachable, grace_period, send_request
 
 _START_TIMEOUT = 60.0  # Seconds in which a session that was started announces itself.
-# Seconds in which a session ends after a stop request, with its payloads' grace periods and the end of its Ray cluster.
-_END_TIMEOUT = 120.0
+# Seconds beyond the grace period of its payloads in which a session ends after a stop request, with its Ray cluster.
+_END_MARGIN = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,11 +183,12 @@ class LocalSessionPayload(SessionPayload):
 def end_session(generation: Generation) -> None:
     """Ask a session on this machine to end with its payloads, and wait until the session's process is gone.
 
-    Raises StartError if the process still lives after `_END_TIMEOUT` seconds.
+    Raises StartError if the process still lives `_END_MARGIN` seconds after the grace period of its payloads.
     """
+    answer: Mapping[str, Any] = {}
     with contextlib.suppress(Unreachable, AnswerLost):
-        send_request(LocalConnection(), generation, {"op": Operation.STOP})
-    deadline = time.monotonic() + _END_TIMEOUT
+        answer = send_request(LocalConnection(), generation, {"op": Operation.STOP})
+    deadline = time.monotonic() + grace_period(answer) + _END_MARGIN
     while is_alive(generation.job_id, generation.directory):
         if time.monotonic() > deadline:
             sentence = f"the session {generation.key} was asked to end and goes on; run `kill {generation.job_id}`"

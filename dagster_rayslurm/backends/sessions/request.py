@@ -19,7 +19,7 @@ from ...errors import FailureKind, StartError
 from ...runtime.protocol.messages import Operation, Refusal
 from ...runtime.protocol.record import JOURNAL, SECRETS, SESSION, LineReader
 from ...runtime.protocol.rpc import ANSWER, ANSWER_TIMEOUT, SENT, AnswerLost, NotConnected, call
-from ...runtime.protocol.spec import Announcement
+from ...runtime.protocol.spec import Announcement, PayloadSpec
 from ...slurm.shared_queue import run_slurm
 from ...slurm.steps import step_on_head
 from ...ssh.base import Connection, ConnectionFailed, ConnectionLost
@@ -79,6 +79,14 @@ def send_request(
     if tcp:  # The session lives, so TCP failed for another reason than its end.
         _tcp_failed_at[directory] = time.monotonic()
     return answer
+
+
+def grace_period(answer: Mapping[str, Any]) -> float:
+    """Returns the seconds that a session gives its payloads to end by themselves; `answer` is its answer to a stop request.
+
+    A session that was started by an older version of dagster-rayslurm does not tell; the result is then the default grace period.
+    """
+    return float(answer.get("grace_period", PayloadSpec.grace_period))
 
 
 def _send_by_tcp(connection: Connection, announcement: Announcement, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import ipaddress
 import itertools
 import random
 import re
 import socket
-import struct
 from dataclasses import dataclass
 from typing import List, Optional, Tuple
 
 from ..protocol.messages import ClusterError, EndReason
+from .interfaces import address_of
 
-_IPV6 = "/proc/net/if_inet6"  # The file with the IPv6 addresses of this node (proc(5)).
 # Number of ports that one Ray cluster gets on one node from a `port_range`: a dozen for services, the others for workers.
 BLOCK = 100
 # Options of `ray start` for ports that only the head of a Ray cluster has (Ray 2.60).
@@ -57,19 +55,10 @@ def interface_address(interface: str) -> str:
 
     Raises `ClusterError` if the interface does not exist or has no such address.
     """
-    request = struct.pack("256s", interface.encode()[:15])
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR of netdevice(7).
+        return address_of(interface)
     except OSError as error:
-        with contextlib.suppress(OSError), open(_IPV6) as file:
-            for digits, _, _, scope, _, name in map(str.split, file):
-                if name == interface and scope == "00":  # Global.
-                    return str(ipaddress.IPv6Address(int(digits, 16)))
-        known = ", ".join(name for _, name in socket.if_nameindex())
-        told = (interface, socket.gethostname(), error.strerror, known)
-        message = "network_interface=%r has no address on node %s (%s); it has: %s" % told
-        raise ClusterError(EndReason.CLUSTER_START, message) from None
+        raise ClusterError(EndReason.CLUSTER_START, str(error)) from None
 
 
 def route_address(host: str) -> Optional[str]:

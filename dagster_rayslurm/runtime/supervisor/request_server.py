@@ -219,8 +219,9 @@ class RequestServer(Listener):
         if op == Operation.DESCRIBE:
             return {**describe(self._supervisor), "ok": True}
         if op == Operation.STOP:
+            grace = max((each.spec.grace_period for each in self._supervisor.payloads), default=0.0)
             self._supervisor.close(_STOPPED)
-            return {"ok": True}
+            return {"ok": True, "grace_period": grace}
         if op == Operation.YIELD:
             if not self._supervisor.spec.yield_when_idle:
                 return refuse(Refusal.KEPT, "SessionConfig.yield_when_idle is False")
