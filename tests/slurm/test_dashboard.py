@@ -46,6 +46,23 @@ def dashboard(site: Site, target: str, directory: Path) -> Iterator[tuple[str, "
         process.communicate()
 
 
+@contextmanager
+def firewall(site: Site, port: int | None) -> Iterator[None]:
+    """While it is there, packets from the edge node to a TCP port of any other node are lost without a word; None for no port."""
+    if port is None:
+        yield
+        return
+    rule = f"ipproto tcp dport {port} lookup 100"
+    nobody = "$(ip -4 -o addr show eth0 | awk '{print $4}' | sed 's/[0-9]*[/].*/251/')"
+    lost = f"ip neigh replace {nobody} lladdr 02:00:00:00:00:01 dev eth0 nud permanent"
+    route = f"ip route replace default via {nobody} dev eth0 table 100"
+    site.stack.exec("edge", ["sh", "-ec", f"{lost}; {route}; ip rule add {rule}"])
+    try:
+        yield
+    finally:
+        site.stack.exec("edge", ["sh", "-c", f"ip rule del {rule}"])
+
+
 def get(url: str) -> Any:
     with urllib.request.urlopen(url, timeout=60) as answer:
         return json.load(answer)
@@ -70,9 +87,7 @@ def test_the_dashboard_and_jobs_of_a_running_step(
     job = running.up()
     path = site.sh('ls "$1"/runs/*/cluster.json', site.base).strip()
     access = json.loads(site.connection.read(path, 0, 10000))
-    if way == "srun":  # As if the edge node reached no port of the nodes.
-        site.connection.write(path, json.dumps({**access, "port": 9}).encode())
-    with dashboard(site, job, tmp_path) as (url, process, said):
+    with firewall(site, access["port"] if way == "srun" else None), dashboard(site, job, tmp_path) as (url, process, said):
         assert get(f"{url}api/version")["ray_version"]
         assert wait_until(lambda: host_names(url) == {"c1", "c2"}, 60), host_names(url)
         steps = site.sh("squeue --me --steps --noheader --format=%i").split()
