@@ -11,7 +11,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -55,8 +54,6 @@ T = TypeVar("T")
 Steps = Generator[Following, None, T]
 
 Component = str | None  # The name of a component; None if the run has a single payload.
-# Seconds after which a caller that is blocked runs the handlers of signals which have not woken it: another thread got them.
-_SIGNAL_INTERVAL = 1.0
 _CANCEL_MARGIN = 15.0  # Seconds beyond the grace period for which a cancelled payload's record is still read.
 
 
@@ -77,9 +74,7 @@ def drive(steps: Steps[T], follow: Callable[[Following, float], Followed] = foll
             try:
                 with delayed_interrupts():
                     followed = follow(following, began)
-                while wait([followed.ended], _SIGNAL_INTERVAL).not_done:
-                    pass
-                followed.ended.result()
+                followed.wait()
             finally:
                 if followed is not None:
                     with delayed_interrupts():

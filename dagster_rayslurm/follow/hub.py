@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -122,6 +122,15 @@ class Followed:
         self.following.hurry()
         if self.following.deadline == math.inf:
             self.end(dg.DagsterExecutionInterruptedError())
+
+    def wait(self) -> None:
+        """Block until the payloads have ended, and raise the exception of `ended` if it has one.
+
+        An interrupt of the process ends the wait, within `_INTERRUPT_INTERVAL` seconds if another thread received the signal.
+        """
+        while wait([self.ended], _INTERRUPT_INTERVAL).not_done:
+            pass
+        self.ended.result()
 
     def leave(self) -> None:
         """Stop following the payloads, and complete the future `ended`. Blocks until a poll that is under way has ended."""

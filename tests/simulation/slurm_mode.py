@@ -207,11 +207,7 @@ class FollowedHere:
     def __init__(self, following: Following) -> None:
         self.following = following
 
-    @property
-    def ended(self) -> FollowedHere:
-        return self
-
-    def result(self) -> None:
+    def wait(self) -> None:
         follow_all(self.following.followed, self.following.deadline)
 
     def leave(self) -> None:
