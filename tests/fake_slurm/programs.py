@@ -32,11 +32,12 @@ def locked(base: str) -> Iterator[model.State]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         content = read(base)
         yield content
-        for job_id in model.launches(content):
-            _launch(base, content, job_id)
+        launched = model.launches(content)
         with open(f"{base}/state.json.new", "w") as file:
             json.dump(content, file, indent=1)
         os.replace(f"{base}/state.json.new", f"{base}/state.json")
+        for job_id in launched:  # Only now: a job that starts reads the state without the lock.
+            _launch(base, content, job_id)
 
 
 def read(base: str) -> model.State:
