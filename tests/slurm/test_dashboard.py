@@ -52,7 +52,7 @@ def firewall(site: Site, port: int | None) -> Iterator[None]:
     if port is None:
         yield
         return
-    rule = f"ipproto tcp dport {port} lookup 100"
+    rule = f"ipproto 6 dport {port} lookup 100"  # TCP; bookworm has no file of the names of protocols.
     nobody = "$(ip -4 -o addr show eth0 | awk '{print $4}' | sed 's/[0-9]*[/].*/251/')"
     lost = f"ip neigh replace {nobody} lladdr 02:00:00:00:00:01 dev eth0 nud permanent"
     route = f"ip route replace default via {nobody} dev eth0 table 100"
