@@ -64,58 +64,61 @@ BENCHMARKS = {
             "cold",
             "slurm.cold:cold",
             COLD,
-            "Runs a payload in a new job with a new Ray cluster on 1, 2 and 4 nodes. The competitors run in turn, in changing "
+            "Runs a payload in a new job, on a new Ray cluster with 1, 2 and 4 nodes. The competitors run in turn, in changing "
             "order.",
         ),
         Benchmark(
             "container",
             "slurm.cold:container",
             COLD,
-            "Runs a payload in a new job with a new Ray cluster on 1 and 2 nodes, alternately inside and outside Charliecloud "
-            "containers.",
+            "Runs a payload in a new job, on a new Ray cluster with 1 and 2 nodes. Ray and the payload run alternately inside "
+            "and outside Charliecloud containers.",
             usual=False,
         ),
         Benchmark(
             "hetjob",
             "slurm.hetjob:bring_up",
             COLD,
-            "Compares one Ray cluster over two components of a heterogeneous job with one over the same number of equal nodes.",
+            "Starts one Ray cluster that spans two components of a heterogeneous job, and another on the same number of nodes "
+            "without components.",
             usual=False,
         ),
         Benchmark(
             "environment",
             "slurm.environments:first_line",
             ENVIRONMENTS,
-            "Runs Ray on one node with an environment from a `uv.lock`. The files are already downloaded, but the cluster has "
-            "none of them. The second run finds the environment on the cluster. Both are compared with an existing environment.",
+            "Runs Ray on one node in an environment that is made from a `uv.lock`. Before the first run, the files of the "
+            "environment are downloaded, but not yet sent to the cluster. The second run finds the environment on the cluster. "
+            "Both runs are compared with a run whose configuration names the path of an existing environment.",
             usual=False,
         ),
         Benchmark(
             "environment.second",
             "slurm.environments:second",
             ENVIRONMENTS,
-            "Measures how much time an unchanged environment adds to its second run, over an existing connection.",
+            "Measures how much time an environment adds to a run if it is already on the cluster and has not changed. The SSH "
+            "connection is already open.",
             usual=False,
         ),
         Benchmark(
             "environment.wheel",
             "slurm.environments:one_wheel",
             ENVIRONMENTS,
-            "Changes one wheel in a lock file of 100 wheels of 200 KB each.",
+            "Sends an environment of 100 wheels of 200 KB each, changes one of these wheels, and sends the environment again.",
             usual=False,
         ),
         Benchmark(
             "environment.race",
             "slurm.environments:race",
             ENVIRONMENTS,
-            "Lets the processes of four simulated machines request a new environment at the same moment.",
+            "Lets processes on four simulated machines request the same new environment at the same moment.",
             usual=False,
         ),
         Benchmark(
             "environment.large",
             "slurm.environments:large",
             ENVIRONMENTS,
-            "The time to send an archive of 2 GB to the cluster and unpack the archive there: with `rayslurm env push` in a "
+            "Measures the time to send an archive of 2 GB to the cluster and to unpack it there, with `rayslurm env push` in a "
             "terminal, and by hand with `sftp` and `tar`.",
             usual=False,
         ),
@@ -123,28 +126,30 @@ BENCHMARKS = {
             "environment.stage",
             "slurm.environments:stage",
             ENVIRONMENTS,
-            'Compares Ray on the shared file system with a copy on the node (`stage="node-local"`). In this test both are on one '
-            "disk: the times show the cost of a copy, and the number of files shows the savings on a real shared file system.",
+            "Imports Ray from an environment on the shared file system, and from a copy of this environment on the node "
+            '(`stage="node-local"`). In this benchmark, the shared file system and the copy are on the same disk. The times '
+            "therefore show only what the copy costs. The number of files shows what the copy saves on a real one.",
             usual=False,
         ),
         Benchmark(
             "phases",
             "slurm.phases:phases",
             PHASES,
-            "Measures each phase of a run with a new login, job and Ray cluster on two nodes. The times come from Dagster's "
-            "event log, the record, and files and processes on the nodes. The payload waits until its nodes are checked.",
+            "Measures each phase of a run on two nodes with a new login, a new job and a new Ray cluster. The times come from "
+            "Dagster's event log, the run record, and the files and processes on the nodes. The payload runs until the benchmark "
+            "has looked at these processes.",
         ),
         Benchmark(
             "session.warm",
             "slurm.warm:warm",
             WARM,
-            "Runs small Ray payloads one after the other on a warm Ray cluster, each in its own interpreter.",
+            "Runs small Ray payloads one after the other on a warm Ray cluster, each in a new Python process.",
         ),
         Benchmark(
             "session.preload",
             "slurm.warm:preload",
             WARM,
-            "Runs the same payloads with Ray imported beforehand.",
+            "Runs small Ray payloads on a warm Ray cluster, with and without preloaded Ray.",
             usual=False,
         ),
         Benchmark(
@@ -157,21 +162,21 @@ BENCHMARKS = {
             "session.throughput",
             "slurm.throughput:throughput",
             WARM,
-            "Counts payloads per second, with eight at the same time.",
+            "Counts payloads per second in a warm session that runs eight payloads at the same time.",
             usual=False,
         ),
         Benchmark(
             "session.race",
             "slurm.throughput:race",
             WARM,
-            "Lets many processes request a session at the same moment.",
+            "Lets many processes request the same session at the same moment.",
             usual=False,
         ),
         Benchmark(
             "slurm.bash",
             "slurm.cold:bash",
             SMALL,
-            "Runs a trivial payload in a new job. The competitors run in turn.",
+            "Runs a trivial payload without Ray in a new job. The competitors run in turn.",
         ),
         Benchmark(
             "terminal.ps",
@@ -198,19 +203,20 @@ BENCHMARKS = {
             "slurm.stdout",
             "slurm.streams:stdout",
             STREAMS,
-            "Streams lines of 50 bytes from a compute node into the output of the step, and compares every line.",
+            "Streams lines of 50 bytes from a compute node into the output of the step, and checks that every line arrives.",
         ),
         Benchmark(
             "slurm.messages",
             "slurm.streams:messages",
             STREAMS,
-            "Sends Pipes messages from a compute node into Dagster's event log, and measures their delay.",
+            "Sends Pipes messages from a compute node into Dagster's event log. Measures how many arrive per second, and how "
+            "long a message takes.",
         ),
         Benchmark(
             "slurm.logins",
             "slurm.calls:logins",
             BURDEN,
-            "Counts the SSH logins of one Dagster process in sshd's log.",
+            "Counts the SSH logins of one Dagster process, according to sshd's log.",
         ),
         Benchmark(
             "slurm.squeue",
@@ -229,50 +235,75 @@ BENCHMARKS = {
             "connections.idle",
             "slurm.connections:idle_readers",
             BURDEN,
-            "Measures the CPU usage of 100 idle followers.",
+            "Measures the CPU usage of 100 readers of a file that does not grow, on this machine and on the edge node.",
             usual=False,
         ),
         Benchmark(
             "load",
             "slurm.load:load",
             DAGSTER,
-            "Measures CPU time and memory of one Dagster process with 1, 10 and 50 concurrent steps. Their payloads sleep in a "
-            "session.",
+            "Measures CPU time and memory of one Dagster process with 1, 10 and 50 concurrent steps. The payload of each step "
+            "sleeps in a session.",
         ),
         Benchmark(
-            "import", "here.imports:imports", HERE, "Measures the time that `import dagster_rayslurm` adds to importing Dagster."
+            "import", "here.imports:imports", HERE, "Measures how much time `import dagster_rayslurm` adds to `import dagster`."
         ),
         Benchmark(
-            "local.bash", "here.local:local_bash", HERE, "Compares a trivial payload with Dagster's `PipesSubprocessClient`."
+            "local.bash",
+            "here.local:local_bash",
+            HERE,
+            "Runs a trivial payload without Ray, once with dagster-rayslurm and once with Dagster's `PipesSubprocessClient`.",
         ),
         Benchmark(
             "local.first",
             "here.first:without_dashboard",
             HERE,
-            "Compares the start of a Ray cluster in a first step with `ray start` by hand.",
+            "Measures the time until a new Ray cluster is alive, for a step that starts the cluster and for `ray start` by hand.",
         ),
         Benchmark(
             "local.first.dashboard",
             "here.first:with_dashboard",
             HERE,
-            "Compares the same starts, both with a dashboard.",
+            "Measures the same as `local.first`, but with Ray's dashboard.",
             usual=False,
         ),
         Benchmark(
             "local.warm",
             "here.local:local_warm",
             HERE,
-            "Runs one Ray script on a warm Ray cluster: with dagster-rayslurm, and as a plain process started by hand.",
-        ),
-        Benchmark("local.preload", "here.preload:local_preload", HERE, "The same with Ray imported beforehand.", usual=False),
-        Benchmark(
-            "partitions", "here.partitions:partitions", HERE, "Trivial partitions of one run in a warm session.", usual=False
+            "Runs a Ray script on a warm Ray cluster, once with dagster-rayslurm and once as a process that is started by hand.",
         ),
         Benchmark(
-            "waiting", "here.waiting:waiting", DAGSTER, "Awaited payloads that wait in the queue of a fake Slurm.", usual=False
+            "local.preload",
+            "here.preload:local_preload",
+            HERE,
+            "Runs a Ray script on a warm Ray cluster, with and without preloaded Ray.",
+            usual=False,
         ),
-        Benchmark("stdout", "here.stdout:stdout", HERE, "Lines of a payload through a step.", usual=False),
-        Benchmark("messages", "here.messages:messages", HERE, "Pipes messages of a payload into the event log.", usual=False),
+        Benchmark(
+            "partitions",
+            "here.partitions:partitions",
+            HERE,
+            "Runs trivial partitions in one run of a warm session, and materializes each partition.",
+            usual=False,
+        ),
+        Benchmark(
+            "waiting",
+            "here.waiting:waiting",
+            DAGSTER,
+            "Measures what awaited payloads cost the Dagster process while their jobs wait in the queue of a fake Slurm.",
+            usual=False,
+        ),
+        Benchmark(
+            "stdout", "here.stdout:stdout", HERE, "Streams lines of a local payload into the output of the step.", usual=False
+        ),
+        Benchmark(
+            "messages",
+            "here.messages:messages",
+            HERE,
+            "Sends Pipes messages of a local payload into Dagster's event log.",
+            usual=False,
+        ),
     )
 }
 SECTIONS = (COLD, ENVIRONMENTS, PHASES, WARM, SMALL, TERMINAL, STREAMS, BURDEN, DAGSTER, HERE)

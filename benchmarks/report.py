@@ -124,16 +124,22 @@ def _opening(results: Results, source: str) -> str:
     parties = "\n".join(f"- **{name}**: {what}" for name, what in PARTIES.items())
     return f"""# Benchmarks
 
-`python -m benchmarks report {source}` rendered this page from that file, which contains every sample. `make bench` measures and
-renders again. `python -m benchmarks check OLD NEW` reports ratios that got worse.
+`python -m benchmarks report` rendered this page from the file `{source}`, which contains every
+measured value. `make bench` measures again, into a new file, and renders the page from the new file.
+`python -m benchmarks check OLD NEW` compares two such files, and lists the ratios that got worse.
 
-All competitors ran in turn on one machine, with a Slurm cluster of four nodes in containers that share the machine's CPUs. The
-absolute times are therefore those of a small machine under load; the **ratios** should hold elsewhere. Each table cell shows a
-median, with the smallest and the largest value in parentheses. {met} of {len(promised)} promises were met. The
-measurement took {took:.0f} minutes, in {runs}.
+All competitors ran in turn on one machine. The four nodes of the Slurm cluster are containers on this machine and share its CPUs.
+The absolute times are therefore those of a small machine under load, but the **ratios** between competitors should also hold on
+other machines. The measurement took {took:.0f} minutes, in {runs}.
 
-All competitors had 2 CPUs and 2,500 MB of each node for Ray, and ran without Ray's dashboard. The dashboard is on by default and
-takes one or two seconds (`RayLauncher(dashboard=False)` turns it off). These are the competitors:
+The tables show repeated measurements as a median, with the smallest and the largest value in parentheses. The column "Ratio" has
+the value of this project, divided by the value in the column "By hand". The column "Promised" has the limit that this project
+promises to keep. A limit with an "x" applies to the ratio. Any other limit applies to the bold value, if there is one, or else to
+the first value of this project. {met} of {len(promised)} promises were met.
+
+In the benchmarks of Ray on Slurm, each competitor had 2 CPUs and 2,500 MB of memory on each node, and ran Ray without its
+dashboard. By default, dagster-rayslurm starts the dashboard, which takes one or two seconds. `RayLauncher(dashboard=False)` turns
+the dashboard off. These are the competitors:
 
 {parties}
 """
@@ -149,7 +155,7 @@ def _missed(results: Results) -> str:
 def _why(figure: Figure) -> str:
     found = f"**{figure.name}**: {figure.problem or f'{figure.result}, promised {_bar(figure)}'}"
     reason = next((why for name, why in REASONS.items() if figure.name.startswith(name)), "")
-    return f"{found}. {reason or 'It is not known yet why this promise was not met.'}"
+    return f"{found}. {reason or 'The reason is not known yet.'}"
 
 
 def _bar(figure: Figure) -> str:

@@ -4,29 +4,29 @@ PARTIES = {
     "`slurm`, `slurm-session`, `slurm-hetjob`, `local`": "dagster-rayslurm in its four modes.",
     "by hand": "for payloads in a new Slurm job, a hand-written batch script that is optimized only for speed "
     "(`benchmarks/payloads/limit.sh`). The script starts Ray on all nodes at the same time, and each node imports Ray only once. "
-    "The script starts the payload as soon as all Ray nodes are alive, without fixed pauses. The script checks nothing, protects "
-    "nothing and cleans up little. Its times therefore show about how fast a run can be. In all other benchmarks, the table cell "
-    "names what was done by hand.",
+    "The script starts the payload as soon as all Ray nodes are alive, without fixed pauses. It makes no checks, sets up no "
+    "protection against other users, and cleans up little. Its times therefore show roughly how fast a run can be. In all other "
+    'benchmarks, the column "By hand" names what this project is compared with.',
     "Ray's Slurm guide": "our version of the batch script that Ray's documentation describes for Slurm "
-    "(`benchmarks/payloads/guide.sh`). The script starts the Ray head with `srun` and sleeps for 10 s. For each worker node, the "
-    "script runs a further `srun` and sleeps for 5 s. Then the script starts the payload.",
-    "`ray symmetric-run`": "Ray's own command for a script on several nodes. One `srun` in a batch script starts this command on "
-    "every node (`benchmarks/payloads/symmetric.sh`).",
+    "(`benchmarks/payloads/guide.sh`). The script starts the Ray head with `srun` and sleeps for 10 s. For each worker node, it "
+    "runs another `srun` and sleeps for 5 s. Finally, it starts the payload.",
+    "`ray symmetric-run`": "Ray's own command that starts a Ray cluster on several nodes and runs a script on it. A batch script "
+    "starts this command on all nodes with one `srun` (`benchmarks/payloads/symmetric.sh`).",
     "dagster-slurm": "the package dagster-slurm from PyPI, in its own Python environment. Each asset has its own Slurm job. "
     'Where the table cell says `allocation_scope="run"`, all payloads of a Dagster run share one Slurm job and one Ray cluster. '
-    "Ray's object store has 1 GB, the smallest size that dagster-slurm accepts.",
+    "Ray's object store has 1 GB instead of 0.1 GB, because dagster-slurm accepts no smaller size.",
 }
 """Those who are compared."""
 
 _EXIT = (
-    "The measured time begins in the last exit handler of the payload's Python. After this handler, Python still releases the "
-    "objects of Ray before the process ends. The script by hand has the same delay."
+    "The measured time begins in the last exit handler of the payload's Python process. After this handler, Python still "
+    "releases the objects of Ray before the process ends. The hand-written script has the same delay."
 )
 REASONS: dict[str, str] = {
     "cold, 1 node: payload's exit to the return": _EXIT,
     "cold, 2 nodes: payload's exit to the return": _EXIT,
     "slurm.bash: total - payload's work": "Slurm needs most of this time to start and end the job (see the benchmark `phases`). "
-    "This time varies from one measurement to the next, by at least the difference between the medians of dagster-rayslurm and "
-    "of the hand-written script.",
+    "The time that Slurm needs differs between measurements, by at least as much as the medians of dagster-rayslurm and of the "
+    "hand-written script differ.",
 }
 """By what the names of figures begin with."""

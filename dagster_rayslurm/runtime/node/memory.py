@@ -24,7 +24,9 @@ from .usage import Shared, memory_of
 
 # Shares of the memory limit from which the Dagster log shows a warning, and from which a Ray worker is killed.
 WARN, KILL = 0.90, 0.95
-_REARM = 0.85  # Share of the limit below which memory must fall before the next warning.
+# Share of the limit below which memory must fall before the next warning. It must stay below `WARN`: otherwise memory that rises
+# and falls around this share repeats the warning each time.
+_REARM = 0.85
 # A worker is killed only if it uses at least the smaller of this share of the limit and this many bytes.
 _LEAST_SHARE, _LEAST = 0.05, 256 * 2**20
 # Seconds in which the memory of a killed worker should become free, before another worker is killed; gibibytes take some
