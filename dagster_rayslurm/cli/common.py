@@ -8,16 +8,21 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import TROUBLES, StartError, one_sentence
+from ..errors import TROUBLES, FailureKind, StartError, one_sentence
+from ..ssh.base import ConnectionFailed
 
 if TYPE_CHECKING:
     from ..failures import RunFailure
 
 _WIDE = 200  # Characters of a line that goes to a file or another program.
+# The section of the troubleshooting page for errors of commands, and the modules that raise such errors.
+_COMMANDS = "errors-of-rayslurm"
+_COMMAND_MODULES = ("dagster_rayslurm.cli.", "dagster_rayslurm.access.", "dagster_rayslurm.backends.listing")
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")
 
@@ -32,11 +37,34 @@ def one_sentence_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise click.ClickException(one_sentence(error)) from None
-    except (OSError, StartError) as error:
-        raise click.ClickException(str(error)) from None
+        raise _InSection(one_sentence(error), _section(error, FailureKind.CONFIGURATION)) from None
+    except ConnectionFailed as error:
+        raise _InSection(str(error), FailureKind.CONNECTION) from None
+    except OSError as error:
+        raise _InSection(str(error), _section(error, "")) from None
+    except StartError as error:
+        raise _InSection(str(error), error.kind) from None
     except _run_failure() as error:
-        raise click.ClickException(error.description or str(error)) from None
+        raise _InSection(error.description or str(error), error.kind) from None
+
+
+class _InSection(click.ClickException):
+    """An error with its section of the troubleshooting page: a failure kind, the anchor of another section, or "" for the top."""
+
+    def __init__(self, message: str, section: str) -> None:
+        super().__init__(message)
+        self.section = section
+
+
+def _section(error: Exception, otherwise: str) -> str:
+    """Returns the section about errors of commands if a module of the commands raised `error`; otherwise `otherwise`."""
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return _COMMANDS if frame.f_globals["__name__"].startswith(_COMMAND_MODULES) else otherwise
+
+
+def with_link(error: click.ClickException) -> click.ClickException:
+    """Returns a copy of an error of a command, whose message ends with the URL of its section of the troubleshooting page."""
+    return click.ClickException(error.message + see_troubles(getattr(error, "section", _COMMANDS)))
 
 
 def _run_failure() -> tuple[type[RunFailure], ...]:
@@ -48,13 +76,13 @@ def _run_failure() -> tuple[type[RunFailure], ...]:
     return () if module is None else (module.RunFailure,)
 
 
-def see_troubles(kind: str = "") -> str:
+def see_troubles(section: str = "") -> str:
     """Returns a line break and a line with the URL of the troubleshooting page, to append to an error message.
 
-    `kind` is a failure kind; if it is not "", the URL leads to the section about failures of this kind. Returns "" if standard
-    error is not a terminal, because a program that reads the message expects one line.
+    The URL leads to `section`: a failure kind, the anchor of another section, or "" for the top of the page. Returns "" if
+    standard error is not a terminal, because a program that reads the message expects one line.
     """
-    return f"\nSee {TROUBLES}{kind and f'#{kind}'}" if os.isatty(2) else ""
+    return f"\nSee {TROUBLES}{section and f'#{section}'}" if os.isatty(2) else ""
 
 
 def print_json(row: Mapping[str, Any]) -> None:
