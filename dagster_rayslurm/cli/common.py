@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,9 +19,7 @@ if TYPE_CHECKING:
     from ..failures import RunFailure
 
 _WIDE = 200  # Characters of a line that goes to a file or another program.
-# The section of the troubleshooting page for errors of commands, and the modules that raise such errors.
-_COMMANDS = "errors-of-rayslurm"
-_COMMAND_MODULES = ("dagster_rayslurm.cli.", "dagster_rayslurm.access.", "dagster_rayslurm.backends.listing")
+COMMANDS = "errors-of-rayslurm"  # The section of the troubleshooting page for errors without a failure kind.
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")
 
@@ -37,34 +34,28 @@ def one_sentence_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise _InSection(one_sentence(error), _section(error, FailureKind.CONFIGURATION)) from None
+        raise click.ClickException(one_sentence(error)) from None
     except ConnectionFailed as error:
-        raise _InSection(str(error), FailureKind.CONNECTION) from None
+        raise _OfKind(str(error), FailureKind.CONNECTION) from None
     except OSError as error:
-        raise _InSection(str(error), _section(error, "")) from None
+        raise click.ClickException(str(error)) from None
     except StartError as error:
-        raise _InSection(str(error), error.kind) from None
+        raise _OfKind(str(error), error.kind) from None
     except _run_failure() as error:
-        raise _InSection(error.description or str(error), error.kind) from None
+        raise _OfKind(error.description or str(error), error.kind) from None
 
 
-class _InSection(click.ClickException):
-    """An error with its section of the troubleshooting page: a failure kind, the anchor of another section, or "" for the top."""
+class _OfKind(click.ClickException):
+    """An error that has a failure kind, and so a section of its own on the troubleshooting page."""
 
-    def __init__(self, message: str, section: str) -> None:
+    def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)
-        self.section = section
-
-
-def _section(error: Exception, otherwise: str) -> str:
-    """Returns the section about errors of commands if a module of the commands raised `error`; otherwise `otherwise`."""
-    *_, (frame, _) = walk_tb(error.__traceback__)
-    return _COMMANDS if frame.f_globals["__name__"].startswith(_COMMAND_MODULES) else otherwise
+        self.kind = kind
 
 
 def with_link(error: click.ClickException) -> click.ClickException:
     """Returns a copy of an error of a command, whose message ends with the URL of its section of the troubleshooting page."""
-    return click.ClickException(error.message + see_troubles(getattr(error, "section", _COMMANDS)))
+    return click.ClickException(error.message + see_troubles(error.kind if isinstance(error, _OfKind) else COMMANDS))
 
 
 def _run_failure() -> tuple[type[RunFailure], ...]:
@@ -76,13 +67,13 @@ def _run_failure() -> tuple[type[RunFailure], ...]:
     return () if module is None else (module.RunFailure,)
 
 
-def see_troubles(section: str = "") -> str:
+def see_troubles(section: str) -> str:
     """Returns a line break and a line with the URL of the troubleshooting page, to append to an error message.
 
-    The URL leads to `section`: a failure kind, the anchor of another section, or "" for the top of the page. Returns "" if
-    standard error is not a terminal, because a program that reads the message expects one line.
+    The URL leads to `section`, a failure kind or another anchor of the page. Returns "" if standard error is not a terminal,
+    because a program that reads the message expects one line.
     """
-    return f"\nSee {TROUBLES}{section and f'#{section}'}" if os.isatty(2) else ""
+    return f"\nSee {TROUBLES}#{section}" if os.isatty(2) else ""
 
 
 def print_json(row: Mapping[str, Any]) -> None:
