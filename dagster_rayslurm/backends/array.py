@@ -181,9 +181,11 @@ class ArrayBackend(BatchBackend):
             for array in self._found(run_dir, queue):
                 made.adopt(array["number"], array["job_id"], array["chunks"], queue)
         else:
-            # The sweep of old files finds the names of the run's bundles and runtime in PAYLOAD and JOB_SCRIPT.
-            files = {PAYLOAD: to_json(prepared.plan.payload).encode(), JOB_SCRIPT: prepared.script_for_all}
-            write_run_dir(self.connection, run_dir, {**files, REQUEST_FILE: prepared.fingerprint, step.owner.name: b""})
+            # The sweep of old files finds the names of the run's bundles and runtime in PAYLOAD and JOB_SCRIPT. The `rayslurm`
+            # commands find the run by PAYLOAD and CONTEXT.
+            files = run_files(prepared.plan, {**context, PARTITIONS: []}, step)  # type: ignore[typeddict-item]
+            own = {PAYLOAD: files[PAYLOAD], CONTEXT: files[CONTEXT], JOB_SCRIPT: prepared.script_for_all}
+            write_run_dir(self.connection, run_dir, {**own, REQUEST_FILE: prepared.fingerprint, step.owner.name: b""})
         return made
 
 
@@ -351,7 +353,7 @@ class Arrays:
         `request` is the request for the array's job. `directory` is the array's directory on the cluster. `chunks` are those
         of the array.
         """
-        files = run_files(self.prepared.plan, {**self.context, PARTITIONS: chunks})  # type: ignore[typeddict-item]
+        files = run_files(self.prepared.plan, {**self.context, PARTITIONS: chunks}, self.step)  # type: ignore[typeddict-item]
         own = {name: files[name] for name in (PAYLOAD, CONTEXT, SECRETS) if name in files}
         return {**own, RUNTIME: self.prepared.runtime, JOB_SCRIPT: self.prepared.script(request, directory), CANCEL: b""}
 

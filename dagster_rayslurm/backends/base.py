@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -191,13 +191,15 @@ class CanExclude(Protocol):
 # ---- Files
 
 
-def run_files(plan: Plan, context: PipesContextData) -> dict[str, bytes]:
+def run_files(plan: Plan, context: PipesContextData, step: Step) -> dict[str, bytes]:
     """Returns the files that a run directory has before the payload's runtime starts, as contents by file name.
 
-    The files of the run record are among them, and empty. They exist from the start because of NFS: a file that is looked up
-    before it exists may seem to be missing for a minute.
+    The file `PAYLOAD` has the run id and the key of `step`, by which the `rayslurm` commands find the run. The files of the run
+    record are empty. They exist from the start because of NFS: a file that is looked up before it exists may seem to be missing
+    for a minute.
     """
-    files = {PAYLOAD: to_json(plan.payload), CONTEXT: json.dumps(context), JOURNAL: "", STDIO: ""}
+    payload = replace(plan.payload, run_id=step.run_id, step=step.step_key)
+    files = {PAYLOAD: to_json(payload), CONTEXT: json.dumps(context), JOURNAL: "", STDIO: ""}
     if plan.secret_env:
         files[SECRETS] = json.dumps(plan.secret_env)
     return {name: content.encode("utf-8") for name, content in files.items()}

@@ -244,7 +244,7 @@ class BatchBackend(JobBackend):
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> BatchJob:
         packed, request, request_files = self._prepare(plan, run_dir, step, submits=not step.reattached)
         plan = packed.plan
-        files = {**run_files(plan, context), **request_files, CANCEL: b"", EXIT: b"", FIRST_OWNER: b"", **step.files}
+        files = {**run_files(plan, context, step), **request_files, CANCEL: b"", EXIT: b"", FIRST_OWNER: b"", **step.files}
         with self.cancel_on_error(request, step):
             job = self.submit_job(run_dir, files, request, step)
             running = BatchJob(job, self.connection, f"{CLUSTER}{plan.payload.nonce}", step=step)

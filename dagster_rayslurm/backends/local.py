@@ -69,7 +69,7 @@ class LocalBackend(ThisMachine):
             step.log.info(f"[rayslurm] {problem}; local mode starts the payload all the same")
         worker_env, components = shared_variables(plan.payload), list(plan.components)
         spec = RuntimeSpec(f"local-{plan.payload.nonce}", plan.ray, worker_env=worker_env, components=components)
-        write_run_dir(self.connection, run_dir, {**run_files(plan, context), RUNTIME: to_json(spec).encode()})
+        write_run_dir(self.connection, run_dir, {**run_files(plan, context, step), RUNTIME: to_json(spec).encode()})
         running = OwnRuntime(self.layout, self.interpreter, run_dir, spec.cluster_id)
         register(running)
         return running

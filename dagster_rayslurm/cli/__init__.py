@@ -46,7 +46,7 @@ class _Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the chosen command; if it raises a ClickException, adds the URL of the troubleshooting page to the message.
+        """Runs the chosen command; if it raises a ClickException, adds the URL of its section of the troubleshooting page.
 
         The URL is added only if standard error is a terminal. A UsageError stays unchanged, because click itself names `--help`
         then.
@@ -56,9 +56,9 @@ class _Commands(click.Group):
         except click.UsageError:
             raise
         except click.ClickException as error:
-            from .common import see_troubles
+            from .common import with_link
 
-            raise click.ClickException(error.message + see_troubles()) from None
+            raise with_link(error) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):

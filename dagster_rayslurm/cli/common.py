@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import TROUBLES, StartError, one_sentence
+from ..errors import TROUBLES, FailureKind, StartError, one_sentence
+from ..ssh.base import ConnectionFailed
 
 if TYPE_CHECKING:
     from ..failures import RunFailure
 
 _WIDE = 200  # Characters of a line that goes to a file or another program.
+COMMANDS = "errors-of-rayslurm"  # The section of the troubleshooting page for errors without a failure kind.
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")
 
@@ -33,10 +35,27 @@ def one_sentence_errors() -> Iterator[None]:
         yield
     except ValueError as error:
         raise click.ClickException(one_sentence(error)) from None
-    except (OSError, StartError) as error:
+    except ConnectionFailed as error:
+        raise _OfKind(str(error), FailureKind.CONNECTION) from None
+    except OSError as error:
         raise click.ClickException(str(error)) from None
+    except StartError as error:
+        raise _OfKind(str(error), error.kind) from None
     except _run_failure() as error:
-        raise click.ClickException(error.description or str(error)) from None
+        raise _OfKind(error.description or str(error), error.kind) from None
+
+
+class _OfKind(click.ClickException):
+    """An error that has a failure kind, and so a section of its own on the troubleshooting page."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def with_link(error: click.ClickException) -> click.ClickException:
+    """Returns a copy of an error of a command, whose message ends with the URL of its section of the troubleshooting page."""
+    return click.ClickException(error.message + see_troubles(error.kind if isinstance(error, _OfKind) else COMMANDS))
 
 
 def _run_failure() -> tuple[type[RunFailure], ...]:
@@ -48,13 +67,13 @@ def _run_failure() -> tuple[type[RunFailure], ...]:
     return () if module is None else (module.RunFailure,)
 
 
-def see_troubles(kind: str = "") -> str:
+def see_troubles(section: str) -> str:
     """Returns a line break and a line with the URL of the troubleshooting page, to append to an error message.
 
-    `kind` is a failure kind; if it is not "", the URL leads to the section about failures of this kind. Returns "" if standard
-    error is not a terminal, because a program that reads the message expects one line.
+    The URL leads to `section`, a failure kind or another anchor of the page. Returns "" if standard error is not a terminal,
+    because a program that reads the message expects one line.
     """
-    return f"\nSee {TROUBLES}{kind and f'#{kind}'}" if os.isatty(2) else ""
+    return f"\nSee {TROUBLES}#{section}" if os.isatty(2) else ""
 
 
 def print_json(row: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from ..slurm.request import LOG
 from ..slurm.shared_queue import fetch_queue
 from ..slurm.states import TERMINAL
 from ..slurm.submit import wait_until_gone
-from .common import json_option, one_sentence_errors, print_json, see_troubles, terminal_log
+from .common import json_option, one_sentence_errors, print_json, see_troubles, terminal_log, with_link
 from .options import cluster_options
 from .ps import components_of, entry, ident_argument
 
@@ -71,7 +71,7 @@ def logs(ident: str, follow: bool) -> None:
     except click.ClickException as error:
         if not follow:
             raise
-        error.show()
+        with_link(error).show()
         sys.exit(NOT_THE_PAYLOAD)
     for each in followed:
         verdict = judge(each.evidence, uses_pipes=False, require_messages=False)

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from ..fields import explain
-from .common import json_option, print_json, see_troubles
+from .common import COMMANDS, json_option, print_json, see_troubles
 
 _THEIRS, _OURS = "dagster_slurm", "dagster_rayslurm"
 # Classes of dagster-slurm that have another name here.
@@ -53,7 +53,7 @@ def migrate_check(files: tuple[Path, ...], as_json: bool) -> None:
                 found = sorted(dict.fromkeys(_findings(ast.parse(each.read_bytes(), str(each)))), key=itemgetter(0))
             except (OSError, SyntaxError, ValueError) as error:
                 counts["unread"] += 1
-                click.echo(f"Error: {each} cannot be read: {error}{see_troubles()}", err=True)
+                click.echo(f"Error: {each} cannot be read: {error}{see_troubles(COMMANDS)}", err=True)
                 continue
             counts["same"] += sum(not advice for _, _, advice in found)
             for line, name, advice in found:

@@ -32,7 +32,7 @@ from ..slurm.config import SlurmQueueConfig
 from ..slurm.request import make_request
 from ..slurm.standalone import activate_prefix, standalone_script
 from .cluster import Cluster, find_cluster, the_cluster
-from .common import json_option, one_sentence_errors, print_json, see_troubles, terminal_log
+from .common import json_option, one_sentence_errors, print_json, see_troubles, terminal_log, with_link
 from .options import all_cluster_options, cluster_option
 from .resource import at_base, changed
 
@@ -117,7 +117,7 @@ def submit(outputs: tuple[str, ...], detach: bool, quiet: bool, as_json: bool, *
     except click.UsageError:
         raise
     except click.ClickException as error:
-        click.ClickException(error.message + see_troubles()).show()
+        with_link(error).show()
         sys.exit(NOT_THE_PAYLOAD)
     shown: dict[str, Any]
     if isinstance(done, Detached):

@@ -106,13 +106,13 @@ class SeparateLocalBackend(ThisMachine):
         # Resources are simulated on this machine, but a mistake should show before the components run on a Slurm cluster.
         check_components(self.components, plans)
 
-    def start(self, plans: Plans, run_dir: str, context: PipesContextData, step: Step, register: Register) -> None:  # noqa: ARG002
+    def start(self, plans: Plans, run_dir: str, context: PipesContextData, step: Step, register: Register) -> None:
         plans = {name: replace(plan, ray=plan.ray and replace(plan.ray, simulate=self.simulate)) for name, plan in plans.items()}
         nonce = next(iter(plans.values())).payload.nonce
         specs = local_specs(f"local-{nonce}", plans, self.components)
         for component, plan in plans.items():
             directory, spec = component_dir(run_dir, component), specs[component]
-            write_run_dir(self.connection, directory, {**run_files(plan, context), RUNTIME: to_json(spec).encode()})
+            write_run_dir(self.connection, directory, {**run_files(plan, context, step), RUNTIME: to_json(spec).encode()})
             register(OwnRuntime(self.layout, self.interpreter, directory, spec.cluster_id))
 
     def example(self, plans: Plans) -> str:
@@ -151,7 +151,7 @@ class SeparateBatchBackend(JobBackend):
         }
         specs = job_specs(cluster_id, plans, request, self.components)
         for component, plan in plans.items():
-            own = {**run_files(plan, context), RUNTIME: to_json(specs[component]).encode("utf-8"), CANCEL: b""}
+            own = {**run_files(plan, context, step), RUNTIME: to_json(specs[component]).encode("utf-8"), CANCEL: b""}
             files.update({f"{COMPONENTS}/{component}/{name}": content for name, content in own.items()})
 
         shared = Evidence()

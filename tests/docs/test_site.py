@@ -109,9 +109,11 @@ def test_the_page_of_messages_is_up_to_date() -> None:
 
 def test_every_message_has_a_remedy() -> None:
     """In itself or in scripts/remedies.py, which has no other messages."""
-    texts = {text for area in MESSAGES["messages"]().values() for text in area}
-    silent = {text for text in texts if not text.partition("; ")[2].strip("… ")}
-    assert silent == set(MESSAGES["REMEDIES"]), "write remedies for new or changed messages in scripts/remedies.py"
+    remedies = {text: MESSAGES["wrong_and_remedy"](text)[1] for area in MESSAGES["messages"]().values() for text in area}
+    assert MESSAGES["REMEDIES"].keys() <= remedies.keys(), "remove remedies of messages that are gone from scripts/remedies.py"
+    statement = re.compile("|((an?|did|its?|none|nothing was|running|somebody|the|there|they|what) |[A-Z`…]).*")
+    advice = "write what to do about new or changed messages in scripts/remedies.py"
+    assert not {text for text, remedy in remedies.items() if statement.fullmatch(remedy)}, advice
 
 
 @pytest.mark.parametrize(
@@ -122,6 +124,14 @@ def test_every_message_has_a_remedy() -> None:
         ('raise RunFailure(kind, "the disk " + name + " is full")', "the disk … is full"),
         ('raise failed(connection, sentence="the disk is gone")', "the disk is gone"),
         ('raise click.ClickException("the disk "\n    "is gone")', "the disk is gone"),
+        ('return DiskError(f"the disk {name} is gone")', "the disk … is gone"),
+        ('problem = StartError(kind, "the disk is gone")', "the disk is gone"),
+        ('return Verdict(kind, "the disk is gone", retry=True)', "the disk is gone"),
+        ('GONE = "the disk is gone"; raise click.ClickException(GONE)', "the disk is gone"),
+        ('sentence = f"{name}: the disk is gone"; raise StartError(kind, sentence)', "…: the disk is gone"),
+        ('what = "the disk is gone"; raise StartError(kind, f"{what}; buy {another}")', "the disk is gone; buy …"),
+        ('what = "the disk is gone" if name else ""; raise StartError(kind, f"{what} at {place}")', None),
+        ('what = "the disk is gone"; what += place; raise StartError(kind, what)', "the disk is gone…"),
         ("raise ValueError(text)", None),
         ("raise KeyError('disk')", None),
     ],
@@ -130,6 +140,27 @@ def test_a_new_message_is_found(tmp_path: Path, code: str, message: str | None) 
     (tmp_path / "cli").mkdir()
     (tmp_path / "cli" / "disk.py").write_text(f"def check():\n    if bad:\n        {code}\n")
     assert MESSAGES["messages"](tmp_path) == ({"Commands": [message]} if message else {})
+
+
+def test_a_variable_has_the_texts_of_all_branches_that_lead_to_the_message(tmp_path: Path) -> None:
+    (tmp_path / "disk.py").write_text("""def check(bad, full):
+    if bad:
+        what = "the disk is gone"
+        raise ValueError(what)
+    elif full:
+        what = "the disk is full"
+    else:
+        what, retry = "the disk is slow", False
+    try:
+        raise ValueError(what)
+    except OSError:
+        log.warning(f"[rayslurm] {what} at {place}")
+""")
+    full_or_slow = ["the disk is full", "the disk is slow"]
+    assert MESSAGES["messages"](tmp_path) == {
+        "Configuration": ["the disk is full", "the disk is gone", "the disk is slow"],
+        "Warnings": [f"{each} at …" for each in full_or_slow],
+    }
 
 
 def test_the_quickstart_is_short() -> None:

@@ -13,6 +13,7 @@ import dagster as dg
 import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource, SlurmResource
+from dagster_rayslurm.backends.listing import list_here
 from dagster_rayslurm.edge import elements
 from dagster_rayslurm.runtime.protocol.record import encode
 
@@ -85,6 +86,8 @@ def test_failed_partitions_are_named_and_a_retry_runs_only_these(
     assert "did not receive any messages" not in log
     assert [call[-1] for call in fake_slurm.calls("sbatch")] == ["job.sh"] * 2
     assert not list((tmp_path / "base" / "runs").glob("*array*")) and sorted(scene.materializations("below")) == FIRST_SIX
+    [kept] = list_here(str(tmp_path / "base"))
+    assert kept.run_id == result.run_id and "scores" in kept.words
 
 
 def test_more_partitions_than_an_array_may_have(

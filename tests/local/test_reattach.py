@@ -61,7 +61,7 @@ class Outliving:
     def start(self, plan, run_dir, context, step, hold):
         nonce = plan.payload.nonce
         if not step.reattached:
-            write_run_dir(self.connection, run_dir, {{**run_files(plan, context), FIRST_OWNER: b""}})
+            write_run_dir(self.connection, run_dir, {{**run_files(plan, context, step), FIRST_OWNER: b""}})
             subprocess.Popen([sys.executable, {runtime!r}, run_dir, nonce, str(BASE)], start_new_session=True)
         site = SimpleNamespace(connection=self.connection, plan=plan, run_dir=run_dir, step=step, end_command="kill",
                                send=lambda *_: {{"ok": False}})

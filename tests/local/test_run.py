@@ -19,6 +19,7 @@ from dagster_rayslurm import (
     SlurmResource,
     SSHConnectionResource,
 )
+from dagster_rayslurm.backends.listing import list_here, named
 
 from ..conftest import pipes_script, run_asset
 
@@ -55,6 +56,16 @@ def test_multi_assets_and_custom_messages(compute: ComputeResource, script: Any)
     result = dg.materialize([both], resources={"compute": compute})
     assert {m.asset_key.to_user_string() for m in result.asset_materializations_for_node("both")} == {"one", "two"}
     assert messages == [{"loss": [0.5, 0.25]}]
+
+
+def test_rayslurm_finds_a_run_by_its_dagster_run_and_its_step(compute: ComputeResource, script: Any, base: Path) -> None:
+    @dg.asset(name="score")
+    def fails(context: dg.AssetExecutionContext, compute: ComputeResource) -> Any:
+        return compute.run(context=context, payload_path=script("exit(3)"), uses_pipes=False)
+
+    result = dg.materialize([fails], resources={"compute": compute}, raise_on_error=False)
+    [entry] = list_here(str(base))
+    assert entry.state == "ended" and all(named(word, [entry]) == [entry] for word in (result.run_id, "score"))
 
 
 def test_several_calls_in_one_step(compute: ComputeResource, script: Any) -> None:

@@ -101,6 +101,13 @@ def test_the_key_does_not_change_with_the_number_of_tasks() -> None:
     assert next(iter(misfits(state_of(1), {}).values())).startswith("a task or actor waits for GPU: 1, and")
 
 
+def test_the_key_changes_when_a_node_joins() -> None:
+    """Demand that was reported while nodes were missing is reported again; only then can it end the payload."""
+    before, after = state_of(1), state_of(1)
+    after.node_states.append(node("c4", {}, CPU=8.0))
+    assert misfits(before, {}).keys().isdisjoint(misfits(after, {}))
+
+
 @pytest.mark.parametrize(
     ("strategy", "cpus", "possible"),
     [

@@ -44,3 +44,25 @@ def test_an_asset_has_its_own_nodes_and_never_waits_for_what_they_lack(
         failure.kind == "configuration" and "4 tasks or actors wait for CPU: 1, GPU: 1 each, and the cluster has no GPU" in text
     )
     assert "c1 has CPU: " in text and "c2 has CPU: " in text and time.monotonic() - began < 200
+
+
+def test_demand_that_the_last_node_does_not_meet_either_fails(slurm_compute: Callable[..., ComputeResource], script: Any) -> None:
+    """With `min_nodes`, the payload starts before all nodes have joined; a demand only fails it once they all have."""
+    late = small_ray(min_nodes=1, health_check='[ "$(uname -n)" = c1 ] || sleep 25')
+    compute = slurm_compute({"num_nodes": 2, "mem": "1500M"}, on_infeasible="fail", default_launcher=late)
+    messages: list[str] = []
+
+    @dg.op(out=dg.Out(is_required=False))
+    def waits(context: dg.OpExecutionContext) -> Any:
+        with pytest.raises(RunFailure) as failure:
+            compute.run(context=context, payload_path=script(WAITS), uses_pipes=False)
+        messages.append(str(failure.value.description))
+        yield from ()
+
+    result = dg.GraphDefinition(name="late", node_defs=[waits]).execute_in_process()
+    warned = [
+        str(event.user_message) for event in result.instance.all_logs(result.run_id) if "unschedulable: " in event.user_message
+    ]
+    assert len(warned) == 2 and "c2 has" not in warned[0] and "c2 has" in warned[1]
+    [failure] = messages
+    assert "c2 has CPU: " in failure

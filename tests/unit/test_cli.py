@@ -17,6 +17,8 @@ from dagster_rayslurm.cli import main
 
 from ..conftest import run_asset
 
+TROUBLES = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+
 
 @pytest.fixture
 def kept(compute: ComputeResource, script: Any, base: Path) -> Path:
@@ -122,18 +124,38 @@ def test_a_wrong_variable_is_one_sentence(monkeypatch: pytest.MonkeyPatch, base:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_in_a_terminal_an_error_names_the_page_of_troubles(base: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+@pytest.mark.parametrize(
+    ("words", "section"),
+    [
+        (["logs", "nope"], "errors-of-rayslurm"),
+        (["logs", "-f", "nope"], "errors-of-rayslurm"),
+        (["session", "stop", "nope"], "errors-of-rayslurm"),
+        (["submit", "--mode", "local", "--load-env", "x", "--", "true"], "errors-of-rayslurm"),
+        (["--remote-base", "/x", "ps"], "connection"),
+        (["submit", "--mode", "local", "--command", "true && true"], "errors-of-rayslurm"),
+        (["submit", "--mode", "local", "--mem", "many", "--", "true"], "errors-of-rayslurm"),
+        (["submit", "--mode", "local", "--detach", "--", "true"], "configuration"),
+        (["submit", "--mode", "local", "--no-ray", "--", "false"], "payload"),
+    ],
+)
+def test_in_a_terminal_an_error_links_to_its_section_of_the_page_of_troubles(
+    base: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool, words: list[str], section: str
+) -> None:
     monkeypatch.setattr("os.isatty", lambda number: terminal and number == 2)
-    for words, kind in (
-        (["logs", "nope"], ""),
-        (["session", "stop", "nope"], ""),
-        (["submit", "--mode", "local", "--load-env", "x", "--", "true"], ""),
-        (["submit", "--mode", "local", "--no-ray", "--", "false"], "#payload"),
-    ):
-        lines = invoke(base, *words).stderr.partition("Error: ")[2].splitlines()
-        page = f"See https://github.com/dagster-rayslurm/dagster-rayslurm/blob/main/docs/troubleshooting.md{kind}"
-        assert lines[0] and (page in lines) == terminal, lines
-    assert "troubleshooting" not in invoke(base, "logs").stderr  # It names `--help`.
+    if section == "connection":
+        monkeypatch.setenv("SLURM_EDGE_NODE_HOST", "127.0.0.1")
+        monkeypatch.setenv("SLURM_EDGE_NODE_PORT", "1")
+    headings = re.findall("^## (.*)$", TROUBLES.read_text(), re.MULTILINE)
+    assert section in [heading.lower().replace(" ", "-").replace("`", "") for heading in headings]
+    lines = invoke(base, *words).stderr.partition("Error: ")[2].splitlines()
+    page = f"See https://github.com/dagster-rayslurm/dagster-rayslurm/blob/main/docs/troubleshooting.md#{section}"
+    assert lines[0] and [line for line in lines if "troubleshooting" in line] == [page] * terminal, lines
+
+
+def test_an_error_of_the_command_line_names_the_help(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.isatty", lambda number: True)
+    said = invoke(base, "logs").stderr
+    assert "--help" in said and "troubleshooting" not in said
 
 
 def test_help_needs_no_dagster_and_names_each_command() -> None:

@@ -74,7 +74,7 @@ def start_in_session(site: Site, choice: Choice) -> RunningPayload:
         site.register(accepted[0])
 
     plan, apart, number = site.plan, choice.problem is not None, 0
-    request = RunRequest(site, on_accepted, run_files(plan, site.context)[SECRETS] if plan.secret_env else b"")
+    request = RunRequest(site, on_accepted, run_files(plan, site.context, site.step)[SECRETS] if plan.secret_env else b"")
     acquisition = SessionAcquisition(site, choice.target)
     try:
         while True:
@@ -112,10 +112,9 @@ def _first_files(site: Site, choice: Choice, capacity: Capacity) -> dict[str, st
 
     Secrets are left out.
     """
-    payload = replace(site.plan.payload, run_id=site.step.run_id, step=site.step.step_key)
-    payload = replace(payload, leaves_unhealthy=site.leaves_unhealthy)
+    payload = replace(site.plan.payload, leaves_unhealthy=site.leaves_unhealthy)
     payload = adapted(payload, site.plan.ray, choice.required, capacity)
-    files = run_files(replace(site.plan, payload=payload, secret_env={}), site.context)
+    files = run_files(replace(site.plan, payload=payload, secret_env={}), site.context, site.step)
     # CANCEL is there from the beginning: on NFS a name that was looked up in vain stays missing for up to a minute.
     return {name: content.decode("utf-8") for name, content in {**files, CANCEL: b"", **site.files}.items()}
 

@@ -201,8 +201,10 @@ def misfits(state: Any, hostnames: Mapping[str, str]) -> Dict[str, str]:
     """Returns sentences about what waits for resources that the nodes could not grant even if nothing else ran.
 
     All tasks and actors with the same request have one sentence, and so have all placement groups with the same request. The key
-    of a sentence describes the request, and does not change with the number of waiting tasks. `state` is a
-    `ClusterResourceState`, a message of Ray's interface for autoscalers. `hostnames` has the host names of the nodes by Ray's id.
+    of a sentence names the request and the number of living nodes; it does not change with the number of waiting tasks.
+
+    `state` is a `ClusterResourceState`, a message of Ray's interface for autoscalers. `hostnames` has the host names of the nodes
+    by Ray's id.
     The function has no side effects.
     """
     living = [node for node in state.node_states if node.status != _NODE_DEAD]
@@ -236,7 +238,7 @@ def misfits(state: Any, hostnames: Mapping[str, str]) -> Dict[str, str]:
     ]
     end = " (%s). That never starts unless the launcher and the queue ask for nodes that have it"
     there = "; ".join(has) + "; …" * (len(living) > _MOST_NAMES)
-    return {key: sentence + end % there for key, sentence in waiting.items()}
+    return {"%s on %d nodes" % (key, len(living)): sentence + end % there for key, sentence in waiting.items()}
 
 
 def _bundle(request: Any) -> Bundle:

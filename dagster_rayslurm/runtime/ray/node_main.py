@@ -263,8 +263,8 @@ def _nodes(client: Any) -> Optional[Nodes]:
 def _report_demand(gcs: str, report: _Reporter) -> None:
     """Thread function: every few seconds, report new requests for resources that no node can ever grant; never returns.
 
-    A request is reported only once, and only if two polls in a row have found it: if a node has just joined, it may grant the
-    request after the first poll.
+    A request is reported only if two polls in a row have found it: if a node has just joined, it may grant the request after the
+    first poll. The request is reported again only if the number of living nodes changes.
     """
     client = internals.connect_gcs(gcs)
     before: Set[str] = set()

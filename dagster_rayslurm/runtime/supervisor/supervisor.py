@@ -476,7 +476,7 @@ class Supervisor:
         """
         for payload in payloads:
             payload.phase(*said)
-        # A node that joins later may have what is asked for.
+        # A node that joins later may have what is asked for; if it has not, the demand is reported again.
         if len(payloads) == 1 and payloads[0].spec.fails_infeasible and cluster.complete:
             payloads[0].end_early(End(EndReason.INFEASIBLE, said.message))
 
