@@ -10,7 +10,7 @@ import pytest
 from dagster_rayslurm import BashLauncher, ComputeResource, RayLauncher, RunFailure, SSHConnectionResource
 
 from ..conftest import pipes_script, run_asset, small_ray
-from .fixtures import Site
+from .fixtures import NODES, Site
 
 
 def refused(compute: ComputeResource, payload: Any, **arguments: Any) -> RunFailure:
@@ -69,6 +69,8 @@ def test_a_base_that_is_not_shared(slurm_compute: Callable[..., ComputeResource]
         failure = refused(slurm_compute(slurm={"remote_base": base}), script(pipes_script("pass")))
     finally:
         site.sh('chmod -R u+w "$1"; rm -rf "$1"', base)
+        for node in NODES:  # Slurm 24.11 makes the directory for the output of the job.
+            site.stack.exec(node, ["rm", "-rf", base])
     assert failure.kind == "allocation"
     assert "remote_base" in (failure.description or "") and "share" in (failure.description or "")
 

@@ -417,10 +417,11 @@ def test_a_requeued_job_runs_again_on_all_components(het_compute: Make, start: S
     running.up()
     job_id = min(site.jobs(), key=int)
     site.stack.exec("slurmctld", ["scontrol", "requeue", job_id])
-    for number in (int(job_id), int(job_id) + 1):
-        pending = lambda number=number: "PENDING" in site.sh(f"squeue --noheader --jobs={number} --format=%T")  # noqa: E731
-        assert wait_until(pending, 30)
-        site.stack.exec("slurmctld", ["scontrol", "update", f"jobid={number}", "starttime=now"])
+    parts = [job_id, str(int(job_id) + 1)]
+    states = lambda: site.sh(f"squeue --noheader --jobs={','.join(parts)} --format=%T").split()  # noqa: E731
+    assert wait_until(lambda: states() == ["PENDING"] * 2, 60), states()
+    for part in parts:
+        site.stack.exec("slurmctld", ["scontrol", "update", f"jobid={part}", "starttime=now"])
     ran: Ran = running.result(150)
     assert ran.result.success and ran.completed[0].job_id == job_id
 
