@@ -10,7 +10,7 @@ import pytest
 from dagster_rayslurm import ComputeResource, RunFailure
 from dagster_rayslurm.settings import KEY
 
-from ..conftest import small_ray
+from ..conftest import run_asset, small_ray
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -50,19 +50,9 @@ def test_demand_that_the_last_node_does_not_meet_either_fails(slurm_compute: Cal
     """With `min_nodes`, the payload starts before all nodes have joined; a demand only fails it once they all have."""
     late = small_ray(min_nodes=1, health_check='[ "$(uname -n)" = c1 ] || sleep 25')
     compute = slurm_compute({"num_nodes": 2, "mem": "1500M"}, on_infeasible="fail", default_launcher=late)
-    messages: list[str] = []
-
-    @dg.op(out=dg.Out(is_required=False))
-    def waits(context: dg.OpExecutionContext) -> Any:
-        with pytest.raises(RunFailure) as failure:
-            compute.run(context=context, payload_path=script(WAITS), uses_pipes=False)
-        messages.append(str(failure.value.description))
-        yield from ()
-
-    result = dg.GraphDefinition(name="late", node_defs=[waits]).execute_in_process()
-    warned = [
-        str(event.user_message) for event in result.instance.all_logs(result.run_id) if "unschedulable: " in event.user_message
-    ]
-    assert len(warned) == 2 and "c2 has" not in warned[0] and "c2 has" in warned[1]
-    [failure] = messages
-    assert "c2 has CPU: " in failure
+    with dg.DagsterInstance.ephemeral() as instance:
+        ran = run_asset(compute, script(WAITS), instance=instance, uses_pipes=False)
+        said = [str(event.user_message) for event in instance.all_logs(ran.result.run_id)]
+    first, second = [line for line in said if "unschedulable: " in line]
+    assert "c2 has" not in first and "c2 has CPU: " in second
+    assert ran.failure.kind == "configuration" and "c2 has CPU: " in str(ran.failure.description)
