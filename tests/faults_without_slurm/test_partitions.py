@@ -175,7 +175,7 @@ def test_a_slow_process_that_was_taken_for_dead_materializes_nothing_more(
 
 @pytest.mark.parametrize("service", [60], indirect=True)
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.thorough), pytest.param(3, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("killed", ["dagster", "head node"])
+@pytest.mark.parametrize("killed", ["dagster", pytest.param("head node", marks=pytest.mark.thorough)])
 def test_a_kill_at_any_moment_loses_and_repeats_no_materialized_partition(
     killed: str, seed: int, service: Service, fake_slurm: FakeSlurm
 ) -> None:

@@ -196,7 +196,7 @@ def test_one_of_several_that_reports_twice_is_refused(separate: Any, script: Any
     assert failure.kind == "pipes" and "component 'cpu' reports asset 'asset_under_test' twice" in failure.description
 
 
-@pytest.mark.parametrize("victim", ["cpu", "gpu"])
+@pytest.mark.parametrize("victim", ["cpu", pytest.param("gpu", marks=pytest.mark.thorough)])
 def test_a_runtime_that_is_killed_is_a_failure_of_its_component(separate: Any, script: Any, base: Path, victim: str) -> None:
     """The others' payloads end, too, whichever of the runtimes was the host."""
     text = f"""
