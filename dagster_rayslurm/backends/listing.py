@@ -159,7 +159,7 @@ def _run(connection: Connection, base: str, found: dict[str, Any], snapshot: Que
     status = _status(found, isinstance(connection, LocalConnection) and (snapshot is None or number is None))
     state, says = str(status.get("state") or _UNKNOWN), str(status.get("message") or "")
     own = snapshot.elements(number) if snapshot is not None and number is not None else ()
-    if own:
+    if own and state != _ENDED:
         state, says = _array(own)
     elif state != _ENDED and number is not None and snapshot is not None:
         if row is None or row.state in TERMINAL:

@@ -8,11 +8,12 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import dagster as dg
 from dagster._core.events import EngineEventData
 
+from ..errors import TROUBLES
 from ..plan import Plan
 from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
@@ -59,12 +60,13 @@ def announce(
         return
     place = socket.gethostname() if isinstance(connection, LocalConnection) else connection.place
     step = context.get_step_execution_context().step.key
-    said: dict[str, str] = {"Slurm job ID": running.job_id, "Slurm cluster": place, "Ray cluster ID": running.cluster_id}
+    said: dict[str, Any] = {"Slurm job ID": running.job_id, "Slurm cluster": place, "Ray cluster ID": running.cluster_id}
     if plan.ray is None:
         del said["Ray cluster ID"]
     elif plan.ray.dashboard:
         elsewhere = "if the terminal does not know the cluster, add --from MODULE:RESOURCE"
         said["Ray dashboard"] = f"rayslurm dashboard --wait {run_name} ({elsewhere})"
+    said["Troubleshooting"] = dg.MetadataValue.url(f"{TROUBLES}#warnings-in-the-event-log")
     try:
         own = step if _has_several_steps(context.instance, context.run.execution_plan_snapshot_id) else None
         write_tags(context.instance, context.run_id, job_tags(running.job_id, place, own), base)

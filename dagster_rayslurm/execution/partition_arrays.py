@@ -28,7 +28,7 @@ from ..follow.forward import OutputWriter, RecordPipes
 from ..outcome import unhealthy_nodes
 from ..plan import Plan
 from ..runtime.payload.partition_runner import span_of, title_of
-from ..runtime.protocol.record import SECRETS
+from ..runtime.protocol.record import SECRETS, STATUS
 from ..ssh.base import Connection
 from .announce import announce
 from .event_log import open_event_log
@@ -367,8 +367,9 @@ class _ArrayRun:
     def _clean_up(self) -> None:
         """Remove the run directory on the cluster or, if `keep_run_dirs` of the resource keeps it, only the secrets in it.
 
-        Does nothing if the cluster is out of reach, or if a later attempt owns the run directory. Also does nothing if this
-        attempt wanted to continue the arrays of an earlier attempt, but could not read the state of these arrays.
+        A directory that is kept gets a status, by which `rayslurm ps` shows how the step ended. The method does nothing if the
+        cluster is out of reach, or if a later attempt owns the run directory. It also does nothing if this attempt wanted to
+        continue the arrays of an earlier attempt, but could not read the state of these arrays.
         """
         owner, failed = self.launch.step.owner, bool(self.results.missing)
         if self._lost_since is not None or (self.arrays is None and self.launch.step.reattached):
@@ -382,7 +383,11 @@ class _ArrayRun:
         keep = self.resource.keep_run_dirs == "all" or (self.resource.keep_run_dirs == "failed" and failed)
         if not keep:
             discard(self.connection, self.run_dir)
-        elif self.launch.plan.secret_env and self.arrays is not None:
+            return
+        status = {"state": "ended", "message": self.results.counted(), "at": time.time()}
+        with suppress(OSError):
+            self.connection.write(os.path.join(self.run_dir, STATUS), json.dumps(status).encode())
+        if self.launch.plan.secret_env and self.arrays is not None:
             for array in self.arrays.running:
                 discard(self.connection, os.path.join(array.directory, SECRETS))
 

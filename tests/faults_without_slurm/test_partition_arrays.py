@@ -88,6 +88,7 @@ def test_failed_partitions_are_named_and_a_retry_runs_only_these(
     assert not list((tmp_path / "base" / "runs").glob("*array*")) and sorted(scene.materializations("below")) == FIRST_SIX
     [kept] = list_here(str(tmp_path / "base"))
     assert kept.run_id == result.run_id and "scores" in kept.words
+    assert (kept.state, kept.says) == ("ended", "5 of 6 partitions are materialized")
 
 
 def test_more_partitions_than_an_array_may_have(

@@ -49,6 +49,7 @@ def test_runs_are_found_by_their_jobs(mode: str, fake_slurm: FakeSlurm, script: 
         logged = [entry.dagster_event for entry in instance.all_logs(both.run_id) if entry.dagster_event]
         events = [each for each in logged if each.is_engine_event and (each.message or "").startswith("[rayslurm] Slurm job")]
         said = [(each.step_key, {key: value.value for key, value in each.engine_event_data.metadata.items()}) for each in events]
+        assert all("troubleshooting.md#warnings" in facts.pop("Troubleshooting") for _, facts in said)
         assert said == [(step, {"Slurm job ID": job, "Slurm cluster": host}) for step, job in zip("ab", jobs, strict=True)]
         figures = both.asset_materializations_for_node("a")[0].metadata
         svg = base64.b64decode(str(figures["Timeline"].value).rpartition("base64,")[2][:-1]).decode()
