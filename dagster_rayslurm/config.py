@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Collection, Mapping
+from dataclasses import fields
 from keyword import iskeyword
 from typing import Annotated, Any, Optional, TypeVar
 
@@ -13,7 +14,7 @@ from pydantic import ConfigDict
 
 from .fields import CONTROL, StrictModel, at_least, check_text, checked, choice, is_env_var, read_variable
 from .runtime.protocol.messages import TextEnum
-from .runtime.protocol.spec import RAY_COORDINATES, is_passable
+from .runtime.protocol.spec import RAY_COORDINATES, RuntimeSpec, is_passable
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TIME_LIMIT = re.compile(r"^(UNLIMITED|INFINITE|\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\d{1,2}(:\d{1,2}){0,2})$", re.IGNORECASE)
@@ -288,3 +289,7 @@ class SessionConfig(StrictConfig):
     on_misfit: Annotated[str, choice("new-session", "error")] = "new-session"
     """What becomes of a payload that asks for more than the session has: "new-session" makes another one beside it, "error"
     refuses it."""
+
+    def for_runtime(self) -> dict[str, Any]:
+        """Returns the fields that the runtime of the session gets, by name: those that `RuntimeSpec` has, too."""
+        return {each.name: getattr(self, each.name) for each in fields(RuntimeSpec) if each.name in type(self).model_fields}

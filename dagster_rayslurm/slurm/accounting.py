@@ -18,7 +18,7 @@ from ..runtime.node.allocation import expand_nodelist, parse_duration
 from ..ssh.base import Connection
 from .arrays import elements_of
 from .shared_queue import parse_count, run_slurm, unanswered
-from .states import TERMINAL
+from .states import BY_SEVERITY, LOST_NODES, TERMINAL
 
 _TIMEOUT = 120.0  # Seconds for one call of scontrol, sacct or id.
 # Messages of scontrol and of sacct (Slurm 22.05 and 24.11).
@@ -43,20 +43,8 @@ _STATE_OF_REASON = {
     "RaisedSignal": "FAILED",
     "TimeLimit": "TIMEOUT",
 }
-# Final states of components, the state that explains least of a heterogeneous job's end first; UNKNOWN is not final.
-_BY_SEVERITY = (
-    *("COMPLETED", "FAILED", "UNKNOWN", "CANCELLED", "DEADLINE", "TIMEOUT", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL"),
-    "NODE_FAIL",
-)
 # Pending reasons that Slurm still shows for a cancelled job; they do not explain the cancellation.
 _REASONS_FOR_WAITING = ("BeginTime", "JobHeldAdmin", "JobHeldUser", "Licenses", "Priority", "Reservation", "Resources")
-# How a job lost its nodes, by its state.
-_LOST_NODES = {
-    "BOOT_FAIL": "its nodes did not boot",
-    "NODE_FAIL": "one of its nodes failed",
-    "PREEMPTED": "another job took its place",
-    "REVOKED": "another cluster took it over",
-}
 
 _MEMORY_KILL = re.compile(r"exceeded memory limit|oom[-_]kill event|Out Of Memory", re.IGNORECASE)
 # Messages of slurmstepd, bash and dash if the environment's Python cannot be started.
@@ -150,8 +138,8 @@ def severity(component: JobFacts) -> int:
     If one component is cancelled or killed, the other components end too. The component with the batch script may then be only
     FAILED, which is a consequence. So FAILED has a lower rank than CANCELLED, TIMEOUT and the like.
     """
-    final = component.final_state if component.final_state in _BY_SEVERITY else "UNKNOWN"
-    return len(_BY_SEVERITY) if component.out_of_memory else _BY_SEVERITY.index(final or "UNKNOWN")
+    final = component.final_state if component.final_state in BY_SEVERITY else "UNKNOWN"
+    return len(BY_SEVERITY) if component.out_of_memory else BY_SEVERITY.index(final or "UNKNOWN")
 
 
 def fetch_job_facts(connection: Connection, job_id: int) -> JobFacts | None:
@@ -432,8 +420,8 @@ def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> 
         ran = f" after {_duration(job.elapsed)}" if job.elapsed else ""
         sentence = f"{state}: {which} was ended at its {what}{limit}{ran}; raise SlurmQueueConfig.time_limit"
         return JobVerdict(FailureKind.ALLOCATION, sentence, False)
-    if (lost := state or job.state) in _LOST_NODES:
-        return JobVerdict(FailureKind.ALLOCATION, f"{lost}: {on_nodes} is lost, {_LOST_NODES[lost]}{reason}", True)
+    if (lost := state or job.state) in LOST_NODES:
+        return JobVerdict(FailureKind.ALLOCATION, f"{lost}: {on_nodes} is lost, {LOST_NODES[lost]}{reason}", True)
     if state == "CANCELLED":
         by = "" if job.cancelled_by is None else f" by user id {job.cancelled_by}"
         why = "" if job.reason in _REASONS_FOR_WAITING else reason

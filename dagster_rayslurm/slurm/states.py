@@ -17,11 +17,23 @@ from dataclasses import dataclass, replace
 from ..runtime.protocol.messages import TextEnum
 from .shared_queue import QueueRow
 
+# Final states, the one that explains least of the end of a heterogeneous job first. UNKNOWN stands for a state that is not final.
+BY_SEVERITY = (
+    *("COMPLETED", "FAILED", "UNKNOWN", "CANCELLED", "DEADLINE", "TIMEOUT", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL"),
+    "NODE_FAIL",
+)
+
 # States of a job that has ended; a job leaves such a state only if Slurm requeues the job. COMPLETING, STAGE_OUT and REVOKED are
 # not among them.
-TERMINAL = frozenset(
-    ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"]
-)
+TERMINAL = frozenset(BY_SEVERITY) - {"UNKNOWN"}
+
+# How a job lost its nodes, by its state.
+LOST_NODES = {
+    "BOOT_FAIL": "its nodes did not boot",
+    "NODE_FAIL": "one of its nodes failed",
+    "PREEMPTED": "another job took its place",
+    "REVOKED": "another cluster took it over",
+}
 
 # Terminal states after which Slurm requeues a job that allows it, under the same id.
 MAY_REQUEUE = frozenset({"BOOT_FAIL", "NODE_FAIL", "PREEMPTED"})

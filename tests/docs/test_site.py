@@ -27,7 +27,7 @@ from dagster_rayslurm.errors import FailureKind
 from dagster_rayslurm.failures import CompletedRun, RunFailure
 from dagster_rayslurm.follow import follower
 from dagster_rayslurm.outcome import verdict
-from dagster_rayslurm.slurm import accounting, pending, refusals
+from dagster_rayslurm.slurm import pending, refusals, states
 from dagster_rayslurm.ssh import errors as ssh_errors
 
 ROOT = Path(__file__).parents[2]
@@ -219,7 +219,7 @@ def messages() -> list[str]:
     found = [sentence for _, sentence in (*refusals._ADVICE, *pending._NEVER)]
     found += [sentence for _, sentence in verdict._ENDS.values()]
     found += check._PROBLEMS.values()
-    found += accounting._LOST_NODES.values()
+    found += states.LOST_NODES.values()
     for each in vars(ssh_errors).values():
         if callable(each) and getattr(each, "__name__", "") == "make":
             found.append(inspect.getclosurevars(each).nonlocals["sentence"])

@@ -323,10 +323,8 @@ class SessionBackend(batch.ClusterBackend):
         return replace(
             batch.runtime_spec(cluster_id, replace(plan, ray=required.ray), request, required.queue),
             ray=required.ray if self.reuse else None,
-            idle_timeout=self.session.idle_timeout,
-            yield_when_idle=self.session.yield_when_idle,
-            max_concurrent_payloads=self.session.max_concurrent_payloads,
             preload=self.launcher.preload if isinstance(self.launcher, RayLauncher) else [],
+            **self.session.for_runtime(),
         )
 
 

@@ -120,12 +120,11 @@ class LocalSite(Site):
         spec = RuntimeSpec(
             cluster_id=f"local-{secrets.token_hex(4)}",
             ray=ray,
-            idle_timeout=backend.session.idle_timeout,
-            max_concurrent_payloads=backend.session.max_concurrent_payloads,
             control_key=secrets.token_hex(32),
             worker_env=shared_variables(self.plan.payload),
             preload=self.plan.payload.preload,
             components=[ComponentSpec(node.component_id) for node in ray.components],
+            **backend.session.for_runtime(),
         )
         manifest = SessionManifest(number, Capacity(ray, True), ())
         files = {RUNTIME: to_json(spec).encode(), MANIFEST: manifest.to_json(), SESSION: b"", CREATOR: b"process\n"}

@@ -154,7 +154,7 @@ def session_key(config: SessionConfig, run_id: str, what: Mapping[str, Any], cre
     """Returns the name of a session's directory: the configured name or "default", and a hash. Equal names mean a shared session.
 
     The hash always covers `what`. If the session has no configured name, or `apart` is True, the hash also covers `created_with`
-    and three fields of `config`: `max_concurrent_payloads`, `idle_timeout` and `yield_when_idle`.
+    and the fields of `config` that the session's runtime gets.
 
     Args:
         config: The configuration of the session.
@@ -168,7 +168,7 @@ def session_key(config: SessionConfig, run_id: str, what: Mapping[str, Any], cre
         # The timeout for the start of a Ray cluster is no property of the cluster.
         ray = None if created_with.ray is None else replace(created_with.ray, startup_timeout=0.0)
         told_apart += [replace(created_with, ray=ray, time_limited=False, head=None)]
-        told_apart += [config.max_concurrent_payloads, config.idle_timeout, config.yield_when_idle]
+        told_apart.append(config.for_runtime())
     key = f"{config.name or 'default'}-{_digest(_as_text(told_apart))}"
     return key + run_suffix(run_id) if config.scope == "run" else key
 
