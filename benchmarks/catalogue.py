@@ -64,14 +64,14 @@ BENCHMARKS = {
             "cold",
             "slurm.cold:cold",
             COLD,
-            "Runs a payload in a new job, on a new Ray cluster with 1, 2 and 4 nodes. The competitors run in turn, in changing "
+            "Runs a payload in a new job, on new Ray clusters with 1, 2 and 4 nodes. The competitors run in turn, in changing "
             "order.",
         ),
         Benchmark(
             "container",
             "slurm.cold:container",
             COLD,
-            "Runs a payload in a new job, on a new Ray cluster with 1 and 2 nodes. Ray and the payload run alternately inside "
+            "Runs a payload in a new job, on new Ray clusters with 1 and 2 nodes. Ray and the payload run alternately inside "
             "and outside Charliecloud containers.",
             usual=False,
         ),
@@ -87,17 +87,18 @@ BENCHMARKS = {
             "environment",
             "slurm.environments:first_line",
             ENVIRONMENTS,
-            "Runs Ray on one node in an environment that is made from a `uv.lock`. Before the first run, the files of the "
-            "environment are downloaded, but not yet sent to the cluster. The second run finds the environment on the cluster. "
-            "Both runs are compared with a run whose configuration names the path of an existing environment.",
+            "Runs Ray on one node in a Python environment that is made from a `uv.lock`. The first of two runs sends the already "
+            "downloaded files of the environment to the cluster, and the second run finds the environment on the cluster. "
+            'In the benchmark `environment`, the column "By hand" has the time of a run whose configuration names the path of an '
+            "existing environment.",
             usual=False,
         ),
         Benchmark(
             "environment.second",
             "slurm.environments:second",
             ENVIRONMENTS,
-            "Measures how much time an environment adds to a run if it is already on the cluster and has not changed. The SSH "
-            "connection is already open.",
+            "Measures how much time an environment adds to a run if the environment is already on the cluster and unchanged, and "
+            "the SSH connection is open.",
             usual=False,
         ),
         Benchmark(
@@ -127,17 +128,18 @@ BENCHMARKS = {
             "slurm.environments:stage",
             ENVIRONMENTS,
             "Imports Ray from an environment on the shared file system, and from a copy of this environment on the node "
-            '(`stage="node-local"`). In this benchmark, the shared file system and the copy are on the same disk. The times '
-            "therefore show only what the copy costs. The number of files shows what the copy saves on a real one.",
+            '(`stage="node-local"`). In the benchmark `environment.stage`, the shared file system and the copy of the '
+            "environment are on one disk, so the times show only what the copy costs. The number of files that Python reads on "
+            "the shared file system shows what a copy on the node saves on a real shared file system.",
             usual=False,
         ),
         Benchmark(
             "phases",
             "slurm.phases:phases",
             PHASES,
-            "Measures each phase of a run on two nodes with a new login, a new job and a new Ray cluster. The times come from "
-            "Dagster's event log, the run record, and the files and processes on the nodes. The payload runs until the benchmark "
-            "has looked at these processes.",
+            "Measures each phase of a run on two nodes with a new login, a new job and a new Ray cluster. The times of the "
+            "phases come from Dagster's event log, the files of the run, and the files and processes on the nodes. The payload "
+            "of the benchmark `phases` runs until the benchmark has looked at the processes on the nodes.",
         ),
         Benchmark(
             "session.warm",
@@ -209,8 +211,8 @@ BENCHMARKS = {
             "slurm.messages",
             "slurm.streams:messages",
             STREAMS,
-            "Sends Pipes messages from a compute node into Dagster's event log. Measures how many arrive per second, and how "
-            "long a message takes.",
+            "Measures how many Pipes messages from a compute node arrive in Dagster's event log per second, and how long a "
+            "message takes.",
         ),
         Benchmark(
             "slurm.logins",
@@ -242,8 +244,8 @@ BENCHMARKS = {
             "load",
             "slurm.load:load",
             DAGSTER,
-            "Measures CPU time and memory of one Dagster process with 1, 10 and 50 concurrent steps. The payload of each step "
-            "sleeps in a session.",
+            "Measures CPU time and memory of one Dagster process with 1, 10 and 50 concurrent steps, each with a sleeping "
+            "payload in a session.",
         ),
         Benchmark(
             "import", "here.imports:imports", HERE, "Measures how much time `import dagster_rayslurm` adds to `import dagster`."

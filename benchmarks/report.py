@@ -125,21 +125,22 @@ def _opening(results: Results, source: str) -> str:
     return f"""# Benchmarks
 
 `python -m benchmarks report` rendered this page from the file `{source}`, which contains every
-measured value. `make bench` measures again, into a new file, and renders the page from the new file.
-`python -m benchmarks check OLD NEW` compares two such files, and lists the ratios that got worse.
+measured value. `make bench` runs the benchmarks again, into a new file, and renders this page from the new file.
+`python -m benchmarks check OLD NEW` compares two files of measured values, and lists the ratios that got worse.
 
-All competitors ran in turn on one machine. The four nodes of the Slurm cluster are containers on this machine and share its CPUs.
-The absolute times are therefore those of a small machine under load, but the **ratios** between competitors should also hold on
-other machines. The measurement took {took:.0f} minutes, in {runs}.
+All competitors ran in turn on one machine. The four nodes of the Slurm cluster are containers that share the CPUs of one machine.
+The measured times are those of a small machine under load, but the **ratios** between competitors should also hold on other
+machines. All benchmarks together took {took:.0f} minutes, in {runs}.
 
-The tables show repeated measurements as a median, with the smallest and the largest value in parentheses. The column "Ratio" has
-the value of this project, divided by the value in the column "By hand". The column "Promised" has the limit that this project
-promises to keep. A limit with an "x" applies to the ratio. Any other limit applies to the bold value, if there is one, or else to
-the first value of this project. {met} of {len(promised)} promises were met.
+The tables show repeated measurements as a median, with the smallest and the largest value in parentheses. In the tables, the
+column "Ratio" has the value of this project, divided by the value in the column "By hand". The column "Promised" has the limit
+that this project promises to keep. In the column "Promised", a limit with an "x" applies to the ratio, and a limit without an
+"x" applies to the bold value of this project or, if no value is bold, to the first value of this
+project. On this page, {met} of {len(promised)} promises were met.
 
 In the benchmarks of Ray on Slurm, each competitor had 2 CPUs and 2,500 MB of memory on each node, and ran Ray without its
-dashboard. By default, dagster-rayslurm starts the dashboard, which takes one or two seconds. `RayLauncher(dashboard=False)` turns
-the dashboard off. These are the competitors:
+dashboard. By default, dagster-rayslurm starts Ray's dashboard, which takes one or two seconds. `RayLauncher(dashboard=False)`
+turns Ray's dashboard off. These are the competitors:
 
 {parties}
 """
@@ -155,7 +156,7 @@ def _missed(results: Results) -> str:
 def _why(figure: Figure) -> str:
     found = f"**{figure.name}**: {figure.problem or f'{figure.result}, promised {_bar(figure)}'}"
     reason = next((why for name, why in REASONS.items() if figure.name.startswith(name)), "")
-    return f"{found}. {reason or 'The reason is not known yet.'}"
+    return f"{found}. {reason or f'We do not know yet why the benchmark `{figure.name}` misses its promise.'}"
 
 
 def _bar(figure: Figure) -> str:
