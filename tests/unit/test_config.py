@@ -309,7 +309,7 @@ def test_run_config_chooses_and_refuses() -> None:
 
 
 def test_a_partial_override_resets_the_siblings() -> None:
-    """What the documentation warns of: Dagster merges per field, not within one."""
+    """What the documentation warns of: the fields that the run config leaves out get their defaults."""
     compute = ComputeResource(default_launcher=RayLauncher(num_cpus_per_node=2, dashboard=False))
     override = {"resources": {"compute": {"config": {"default_launcher": {"ray": {"num_cpus_per_node": 1}}}}}}
     launcher = materialize(compute, override).default_launcher
