@@ -64,15 +64,15 @@ BENCHMARKS = {
             "cold",
             "slurm.cold:cold",
             COLD,
-            "Runs a payload in a new job, on new Ray clusters with 1, 2 and 4 nodes. The competitors run in turn, in changing "
-            "order.",
+            "Starts a new job and a new Ray cluster for each payload, on 1, 2 and 4 nodes. The competitors run one after "
+            "the other, in changing order.",
         ),
         Benchmark(
             "container",
             "slurm.cold:container",
             COLD,
-            "Runs a payload in a new job, on new Ray clusters with 1 and 2 nodes. Ray and the payload run alternately inside "
-            "and outside Charliecloud containers.",
+            "Starts a new job and a new Ray cluster for each payload, on 1 and 2 nodes. In turn, one run starts Ray and the "
+            "payload in Charliecloud containers, and another run starts them without containers.",
             usual=False,
         ),
         Benchmark(
@@ -97,8 +97,8 @@ BENCHMARKS = {
             "environment.second",
             "slurm.environments:second",
             ENVIRONMENTS,
-            "Measures how much time an environment adds to a run if the environment is already on the cluster and unchanged, and "
-            "the SSH connection is open.",
+            "Measures how much time an environment adds to a run. Before the run begins, the unchanged environment is already on "
+            "the cluster, and the SSH connection is open.",
             usual=False,
         ),
         Benchmark(
@@ -119,8 +119,8 @@ BENCHMARKS = {
             "environment.large",
             "slurm.environments:large",
             ENVIRONMENTS,
-            "Measures the time to send an archive of 2 GB to the cluster and to unpack it there, with `rayslurm env push` in a "
-            "terminal, and by hand with `sftp` and `tar`.",
+            "Measures the time to send an archive of 2 GB to the cluster and to unpack it there: once with `rayslurm env push` "
+            "in a terminal, and once by hand with `sftp` and `tar`.",
             usual=False,
         ),
         Benchmark(
@@ -129,8 +129,8 @@ BENCHMARKS = {
             ENVIRONMENTS,
             "Imports Ray from an environment on the shared file system, and from a copy of this environment on the node "
             '(`stage="node-local"`). In the benchmark `environment.stage`, the shared file system and the copy of the '
-            "environment are on one disk, so the times show only what the copy costs. The number of files that Python reads on "
-            "the shared file system shows what a copy on the node saves on a real shared file system.",
+            "environment are on one disk, so the times show only what the copy costs, and not what it saves. To estimate what a "
+            "copy saves on a real shared file system, the benchmark counts the files that are read from the shared file system.",
             usual=False,
         ),
         Benchmark(
@@ -138,8 +138,8 @@ BENCHMARKS = {
             "slurm.phases:phases",
             PHASES,
             "Measures each phase of a run on two nodes with a new login, a new job and a new Ray cluster. The times of the "
-            "phases come from Dagster's event log, the files of the run, and the files and processes on the nodes. The payload "
-            "of the benchmark `phases` runs until the benchmark has looked at the processes on the nodes.",
+            "phases come from three sources: Dagster's event log, the files of the run, and the nodes with their files and "
+            "processes. The payload of the benchmark `phases` runs until the benchmark has looked at the processes on the nodes.",
         ),
         Benchmark(
             "session.warm",
@@ -212,7 +212,7 @@ BENCHMARKS = {
             "slurm.streams:messages",
             STREAMS,
             "Measures how many Pipes messages from a compute node arrive in Dagster's event log per second, and how long a "
-            "message takes.",
+            "message is on its way.",
         ),
         Benchmark(
             "slurm.logins",

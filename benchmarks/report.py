@@ -134,9 +134,9 @@ machines. All benchmarks together took {took:.0f} minutes, in {runs}.
 
 The tables show repeated measurements as a median, with the smallest and the largest value in parentheses. In the tables, the
 column "Ratio" has the value of this project, divided by the value in the column "By hand". The column "Promised" has the limit
-that this project promises to keep. In the column "Promised", a limit with an "x" applies to the ratio, and a limit without an
-"x" applies to the bold value of this project or, if no value is bold, to the first value of this
-project. On this page, {met} of {len(promised)} promises were met.
+that this project promises to keep. In the column "Promised", a limit with an "x" applies to the ratio. A limit without an "x"
+applies to one value in the column "This project": the bold value or, if none is bold, the first value. On this
+page, {met} of {len(promised)} promises were met.
 
 In the benchmarks of Ray on Slurm, each competitor had 2 CPUs and 2,500 MB of memory on each node, and ran Ray without its
 dashboard. By default, dagster-rayslurm starts Ray's dashboard, which takes one or two seconds. `RayLauncher(dashboard=False)`

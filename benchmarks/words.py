@@ -6,8 +6,9 @@ PARTIES = {
     "(`benchmarks/payloads/limit.sh`). The hand-written script starts Ray on all nodes at the same time, imports Ray only once "
     "on each node, and starts the payload without fixed pauses as soon as all Ray nodes are alive. The hand-written script makes "
     "no checks, sets up no protection against other users, and cleans up little, so its times show roughly how fast runs can be. "
-    'In benchmarks without a new Slurm job, the column "By hand" names what this project is compared with.',
-    "Ray's Slurm guide": "our version of the batch script that Ray's documentation describes for Slurm "
+    'If a benchmark starts no new Slurm job, the column "By hand" says after each value what was measured instead of the '
+    "hand-written script.",
+    "Ray's Slurm guide": "in the benchmark `cold`, our version of the batch script that Ray's documentation describes for Slurm "
     "(`benchmarks/payloads/guide.sh`). The script of Ray's guide starts the Ray head with `srun` and sleeps for 10 s, starts "
     "each worker node with another `srun` and sleeps for 5 s, and finally starts the payload.",
     "`ray symmetric-run`": "Ray's own command that starts a Ray cluster on several nodes and runs a script on it. A batch script "
@@ -26,7 +27,7 @@ REASONS: dict[str, str] = {
     "cold, 1 node: payload's exit to the return": _EXIT,
     "cold, 2 nodes: payload's exit to the return": _EXIT,
     "slurm.bash: total - payload's work": "Slurm needs most of the measured time to start and end the job (see the benchmark "
-    "`phases`). The times of dagster-rayslurm and of the hand-written script differ no more than Slurm's own time varies "
-    "between measurements.",
+    "`phases`). The time that Slurm itself needs varies between measurements, and the difference between the times of "
+    "dagster-rayslurm and of the hand-written script is no larger than this variation.",
 }
 """By what the names of figures begin with."""
