@@ -65,14 +65,15 @@ BENCHMARKS = {
             "slurm.cold:cold",
             COLD,
             "Starts a new job and a new Ray cluster for each payload, on 1, 2 and 4 nodes. The competitors run one after "
-            "the other, in changing order.",
+            "the other, in several rounds. In every second round, the order is "
+            "reversed.",
         ),
         Benchmark(
             "container",
             "slurm.cold:container",
             COLD,
-            "Starts a new job and a new Ray cluster for each payload, on 1 and 2 nodes. In turn, one run starts Ray and the "
-            "payload in Charliecloud containers, and another run starts them without containers.",
+            "Starts a new job and a new Ray cluster for each payload, on 1 and 2 nodes. One run starts Ray and the payload "
+            "in Charliecloud containers, and the next run starts Ray and the payload without containers.",
             usual=False,
         ),
         Benchmark(
@@ -87,17 +88,17 @@ BENCHMARKS = {
             "environment",
             "slurm.environments:first_line",
             ENVIRONMENTS,
-            "Runs Ray on one node in a Python environment that is made from a `uv.lock`. The first of two runs sends the already "
-            "downloaded files of the environment to the cluster, and the second run finds the environment on the cluster. "
-            'In the benchmark `environment`, the column "By hand" has the time of a run whose configuration names the path of an '
-            "existing environment.",
+            "Runs Ray on one node in a Python environment that is made from a `uv.lock`. Dagster's machine has already "
+            "downloaded the files of the environment. The first run sends these files to the cluster, and the second run finds "
+            'the environment on the cluster. In the benchmark `environment`, the column "By hand" has the time of a run that '
+            "uses an existing environment on the cluster (`PreDeployedEnvironment`).",
             usual=False,
         ),
         Benchmark(
             "environment.second",
             "slurm.environments:second",
             ENVIRONMENTS,
-            "Measures how much time an environment adds to a run. Before the run begins, the unchanged environment is already on "
+            "Measures how much time an environment adds to a run. When the measurement begins, the environment is already on "
             "the cluster, and the SSH connection is open.",
             usual=False,
         ),
@@ -112,7 +113,7 @@ BENCHMARKS = {
             "environment.race",
             "slurm.environments:race",
             ENVIRONMENTS,
-            "Lets processes on four simulated machines request the same new environment at the same moment.",
+            "Starts processes on four simulated machines. All processes request the same new environment at the same moment.",
             usual=False,
         ),
         Benchmark(
@@ -129,17 +130,20 @@ BENCHMARKS = {
             ENVIRONMENTS,
             "Imports Ray from an environment on the shared file system, and from a copy of this environment on the node "
             '(`stage="node-local"`). In the benchmark `environment.stage`, the shared file system and the copy of the '
-            "environment are on one disk, so the times show only what the copy costs, and not what it saves. To estimate what a "
-            "copy saves on a real shared file system, the benchmark counts the files that are read from the shared file system.",
+            "environment are on one disk, so the times show only what the copy costs, and not what it saves. The benchmark "
+            "therefore counts the files that are read from the shared file system, once by a copy of the environment, and once "
+            "by an import of Ray without a copy. These two numbers help to estimate what a copy saves on a real "
+            "shared file system.",
             usual=False,
         ),
         Benchmark(
             "phases",
             "slurm.phases:phases",
             PHASES,
-            "Measures each phase of a run on two nodes with a new login, a new job and a new Ray cluster. The times of the "
-            "phases come from three sources: Dagster's event log, the files of the run, and the nodes with their files and "
-            "processes. The payload of the benchmark `phases` runs until the benchmark has looked at the processes on the nodes.",
+            "Measures how long each phase of a run takes. The run uses two nodes, a new login, a new job and a new Ray "
+            "cluster. The times of the phases come from Dagster's event log, the log of sshd, the files of the run, and the "
+            "start times of the processes on the nodes. The payload of the benchmark `phases` runs until the benchmark has "
+            "looked at the processes on the nodes.",
         ),
         Benchmark(
             "session.warm",
@@ -171,14 +175,14 @@ BENCHMARKS = {
             "session.race",
             "slurm.throughput:race",
             WARM,
-            "Lets many processes request the same session at the same moment.",
+            "Starts many processes, which request the same session at the same moment.",
             usual=False,
         ),
         Benchmark(
             "slurm.bash",
             "slurm.cold:bash",
             SMALL,
-            "Runs a trivial payload without Ray in a new job. The competitors run in turn.",
+            "Runs a trivial payload without Ray in a new job. The competitors run one after the other.",
         ),
         Benchmark(
             "terminal.ps",
@@ -218,13 +222,13 @@ BENCHMARKS = {
             "slurm.logins",
             "slurm.calls:logins",
             BURDEN,
-            "Counts the SSH logins of one Dagster process, according to sshd's log.",
+            "Counts in the log of sshd how often one Dagster process logs in to the edge node.",
         ),
         Benchmark(
             "slurm.squeue",
             "slurm.calls:squeue",
             BURDEN,
-            "Counts calls of `squeue` per minute while many jobs wait and run.",
+            "Counts how often per minute one Dagster process calls `squeue` while many jobs wait and run.",
         ),
         Benchmark(
             "connections",
@@ -244,8 +248,8 @@ BENCHMARKS = {
             "load",
             "slurm.load:load",
             DAGSTER,
-            "Measures CPU time and memory of one Dagster process with 1, 10 and 50 concurrent steps, each with a sleeping "
-            "payload in a session.",
+            "Measures CPU time and memory of one Dagster process that runs 1, 10 or 50 steps at the same time. In each step, "
+            "a payload sleeps in a session.",
         ),
         Benchmark(
             "import", "here.imports:imports", HERE, "Measures how much time `import dagster_rayslurm` adds to `import dagster`."
@@ -260,7 +264,8 @@ BENCHMARKS = {
             "local.first",
             "here.first:without_dashboard",
             HERE,
-            "Measures the time until a new Ray cluster is alive, for a step that starts the cluster and for `ray start` by hand.",
+            "Measures how long it takes until a new Ray cluster is alive, once when a Dagster step starts the cluster, and once "
+            "when `ray start` is called by hand.",
         ),
         Benchmark(
             "local.first.dashboard",

@@ -120,27 +120,28 @@ def _opening(results: Results, source: str) -> str:
     promised = [figure for figure in figures if figure.bar is not None]
     met = sum(figure.met for figure in promised)
     took = sum(each.seconds for each in results.measured) / 60
-    runs = "one run" if len(results.parts) == 1 else f"{len(results.parts)} runs"
+    runs = "one call" if len(results.parts) == 1 else f"{len(results.parts)} calls"
     parties = "\n".join(f"- **{name}**: {what}" for name, what in PARTIES.items())
     return f"""# Benchmarks
 
 `python -m benchmarks report` rendered this page from the file `{source}`, which contains every
 measured value. `make bench` runs the benchmarks again, into a new file, and renders this page from the new file.
-`python -m benchmarks check OLD NEW` compares two files of measured values, and lists the ratios that got worse.
+`python -m benchmarks check OLD NEW` compares two files of measured values, and lists each ratio that got worse by more than its
+tolerance.
 
-All competitors ran in turn on one machine. The four nodes of the Slurm cluster are containers that share the CPUs of one machine.
-The measured times are those of a small machine under load, but the **ratios** between competitors should also hold on other
-machines. All benchmarks together took {took:.0f} minutes, in {runs}.
+All competitors ran on one machine, one after the other. The four nodes of the Slurm cluster are containers that share the CPUs of
+this machine. The machine is small and was under load. On another machine, the times differ, but the **ratios** between
+competitors should be similar. All benchmarks together took {took:.0f} minutes, in {runs} of `python -m benchmarks run`.
 
-The tables show repeated measurements as a median, with the smallest and the largest value in parentheses. In the tables, the
-column "Ratio" has the value of this project, divided by the value in the column "By hand". The column "Promised" has the limit
-that this project promises to keep. In the column "Promised", a limit with an "x" applies to the ratio. A limit without an "x"
-applies to one value in the column "This project": the bold value or, if none is bold, the first value. On this
-page, {met} of {len(promised)} promises were met.
+If a value was measured several times, the tables show the median, and in parentheses the smallest and the largest value. The
+column "Ratio" shows the quotient of two values: the first value in the column "This project", divided by the value in the column
+"By hand". The column "Promised" names the limit that this project promises to keep. If the limit ends with an "x", the limit
+applies to the ratio. A limit without an "x" applies to the bold value in the column "This project", or to the first value if no
+value is bold. On this page, {met} of {len(promised)} promises were met.
 
-In the benchmarks of Ray on Slurm, each competitor had 2 CPUs and 2,500 MB of memory on each node, and ran Ray without its
-dashboard. By default, dagster-rayslurm starts Ray's dashboard, which takes one or two seconds. `RayLauncher(dashboard=False)`
-turns Ray's dashboard off. These are the competitors:
+In the benchmarks that run Ray on Slurm, each competitor had 2 CPUs and 2,500 MB of memory on each node, and ran Ray without its
+dashboard. By default, dagster-rayslurm starts Ray's dashboard, and needs one or two seconds for this start.
+`RayLauncher(dashboard=False)` turns Ray's dashboard off. These are the competitors:
 
 {parties}
 """
