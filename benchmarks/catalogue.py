@@ -65,8 +65,8 @@ BENCHMARKS = {
             "slurm.cold:cold",
             COLD,
             "Starts a new job and a new Ray cluster for each payload, on 1, 2 and 4 nodes. The competitors run one after "
-            "the other, in several rounds. In every second round, the order is "
-            "reversed.",
+            "the other, in several rounds. In every second round, the competitors run in "
+            "reverse order.",
         ),
         Benchmark(
             "container",
@@ -88,18 +88,18 @@ BENCHMARKS = {
             "environment",
             "slurm.environments:first_line",
             ENVIRONMENTS,
-            "Runs Ray on one node in a Python environment that is made from a `uv.lock`. Dagster's machine has already "
-            "downloaded the files of the environment. The first run sends these files to the cluster, and the second run finds "
-            'the environment on the cluster. In the benchmark `environment`, the column "By hand" has the time of a run that '
-            "uses an existing environment on the cluster (`PreDeployedEnvironment`).",
+            "Runs Ray on one node in a Python environment that is made from a file `uv.lock`. Dagster's machine has "
+            "already downloaded the files of the environment. The first run sends these files to the cluster, and the second run "
+            'finds the environment on the cluster. In the benchmark `environment`, the column "By hand" shows the time of a run '
+            "with a `PreDeployedEnvironment`, which is only the path of an environment on the cluster.",
             usual=False,
         ),
         Benchmark(
             "environment.second",
             "slurm.environments:second",
             ENVIRONMENTS,
-            "Measures how much time an environment adds to a run. When the measurement begins, the environment is already on "
-            "the cluster, and the SSH connection is open.",
+            "Measures how much time a run needs to find an environment that was sent earlier. When the measurement begins, the "
+            "environment is already on the cluster, and the SSH connection is open.",
             usual=False,
         ),
         Benchmark(
@@ -113,7 +113,8 @@ BENCHMARKS = {
             "environment.race",
             "slurm.environments:race",
             ENVIRONMENTS,
-            "Starts processes on four simulated machines. All processes request the same new environment at the same moment.",
+            "Starts 20 processes on four simulated machines. At the same moment, all processes try to put the same new "
+            "environment on the cluster.",
             usual=False,
         ),
         Benchmark(
@@ -130,10 +131,10 @@ BENCHMARKS = {
             ENVIRONMENTS,
             "Imports Ray from an environment on the shared file system, and from a copy of this environment on the node "
             '(`stage="node-local"`). In the benchmark `environment.stage`, the shared file system and the copy of the '
-            "environment are on one disk, so the times show only what the copy costs, and not what it saves. The benchmark "
-            "therefore counts the files that are read from the shared file system, once by a copy of the environment, and once "
-            "by an import of Ray without a copy. These two numbers help to estimate what a copy saves on a real "
-            "shared file system.",
+            "environment are on one disk, so the times show only how much time the copying takes. The benchmark therefore "
+            "counts files on the shared file system: the files that dagster-rayslurm reads to make the copy, and the files that "
+            "an import of Ray reads without a copy. From these two numbers, you can estimate how much time a copy of the "
+            "environment saves on a real shared file system.",
             usual=False,
         ),
         Benchmark(
@@ -143,13 +144,13 @@ BENCHMARKS = {
             "Measures how long each phase of a run takes. The run uses two nodes, a new login, a new job and a new Ray "
             "cluster. The times of the phases come from Dagster's event log, the log of sshd, the files of the run, and the "
             "start times of the processes on the nodes. The payload of the benchmark `phases` runs until the benchmark has "
-            "looked at the processes on the nodes.",
+            "read the start times of the processes.",
         ),
         Benchmark(
             "session.warm",
             "slurm.warm:warm",
             WARM,
-            "Runs small Ray payloads one after the other on a warm Ray cluster, each in a new Python process.",
+            "Runs small Ray payloads one after the other on a warm Ray cluster. Each payload runs in a new Python process.",
         ),
         Benchmark(
             "session.preload",
@@ -215,14 +216,14 @@ BENCHMARKS = {
             "slurm.messages",
             "slurm.streams:messages",
             STREAMS,
-            "Measures how many Pipes messages from a compute node arrive in Dagster's event log per second, and how long a "
-            "message is on its way.",
+            "Measures how many Pipes messages from a compute node arrive in Dagster's event log per second, and how many "
+            "seconds each message takes to arrive there.",
         ),
         Benchmark(
             "slurm.logins",
             "slurm.calls:logins",
             BURDEN,
-            "Counts in the log of sshd how often one Dagster process logs in to the edge node.",
+            "Counts how often one Dagster process logs in to the edge node. The count of the logins comes from the log of sshd.",
         ),
         Benchmark(
             "slurm.squeue",
@@ -248,8 +249,8 @@ BENCHMARKS = {
             "load",
             "slurm.load:load",
             DAGSTER,
-            "Measures CPU time and memory of one Dagster process that runs 1, 10 or 50 steps at the same time. In each step, "
-            "a payload sleeps in a session.",
+            "Measures CPU time and memory of one Dagster process that runs 1, 10 or 50 steps at the same time. Each step "
+            "runs a payload in a session, and the payload only sleeps.",
         ),
         Benchmark(
             "import", "here.imports:imports", HERE, "Measures how much time `import dagster_rayslurm` adds to `import dagster`."

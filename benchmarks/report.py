@@ -125,9 +125,9 @@ def _opening(results: Results, source: str) -> str:
     return f"""# Benchmarks
 
 `python -m benchmarks report` rendered this page from the file `{source}`, which contains every
-measured value. `make bench` runs the benchmarks again, into a new file, and renders this page from the new file.
-`python -m benchmarks check OLD NEW` compares two files of measured values, and lists each ratio that got worse by more than its
-tolerance.
+measured value. `make bench` runs the benchmarks again, writes the values to a new file, and renders this page
+from the new file. `python -m benchmarks check OLD NEW` compares two files of measured values, and lists each ratio that got worse
+by more than its tolerance.
 
 All competitors ran on one machine, one after the other. The four nodes of the Slurm cluster are containers that share the CPUs of
 this machine. The machine is small and was under load. On another machine, the times differ, but the **ratios** between

@@ -5,9 +5,10 @@ PARTIES = {
     "by hand": "a hand-written batch script that starts each payload in a new Slurm job, and is optimized only for speed "
     "(`benchmarks/payloads/limit.sh`). The hand-written script starts Ray on all nodes at the same time, and imports Ray only "
     "once on each node. As soon as all Ray nodes are alive, the hand-written script starts the payload. The hand-written script "
-    "makes no checks, does not protect Ray against other users, and removes only one temporary directory, so its times show "
-    "roughly how fast a run can be. Some benchmarks do not use the hand-written script. In the tables of these benchmarks, the "
-    'column "By hand" names after each value what was measured instead of the hand-written script.',
+    "checks nothing, does not protect Ray against other users, and removes only one temporary directory. The times of the "
+    "hand-written script show roughly how fast a run can be. Some benchmarks do not use the hand-written script. In the tables "
+    'of these benchmarks, a few words after each value in the column "By hand" say what was measured, for example "sftp and '
+    'tar".',
     "Ray's Slurm guide": "a batch script that follows the Slurm guide in Ray's documentation (`benchmarks/payloads/guide.sh`). "
     "This script takes part only in the benchmark `cold`. The script starts the Ray head with `srun` and sleeps for 10 s, starts "
     "each worker node with another `srun` and sleeps for 5 s, and finally starts the payload.",
@@ -29,6 +30,6 @@ REASONS: dict[str, str] = {
     "cold, 2 nodes: payload's exit to the return": _EXIT,
     "slurm.bash: total - payload's work": "Most of the measured time passes while Slurm starts and ends the job (the benchmark "
     "`phases` measures how long Slurm needs to start a job). The time that Slurm needs varies from measurement to measurement. "
-    "This variation is larger than the difference between the times of dagster-rayslurm and of the hand-written script.",
+    "This variation is larger than the difference between dagster-rayslurm and the hand-written script.",
 }
 """By what the names of figures begin with."""
