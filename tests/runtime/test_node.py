@@ -17,10 +17,8 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm.runtime.node import interfaces, network, resources
-from dagster_rayslurm.runtime.node.network import interface_address
 from dagster_rayslurm.runtime.node.resources import footprint_error, node_footprint
 from dagster_rayslurm.runtime.process import scratch
-from dagster_rayslurm.runtime.protocol.messages import ClusterError
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
 from dagster_rayslurm.runtime.ray.node_main import lacks_tokens, refuse_version
 from dagster_rayslurm.runtime.ray.ray_node import RayNode, start_arguments
@@ -166,15 +164,15 @@ def test_an_interface_with_ipv6_alone(tmp_path: Path, monkeypatch: pytest.Monkey
         "fe800000000000000042acfffe130002 1c 40 20 80     ib9\nfd000077000000000000000000000002 1c 40 00 82     ib9\n"
     )
     monkeypatch.setattr(interfaces, "_IPV6", str(listed))
-    assert interface_address("ib9") == "fd00:77::2"
-    with pytest.raises(ClusterError, match="network_interface='ib8' has no address on node"):
-        interface_address("ib8")
+    assert interfaces.address_of("ib9") == "fd00:77::2"
+    with pytest.raises(OSError, match="network_interface='ib8' has no address on node"):
+        interfaces.address_of("ib8")
 
 
 def test_an_unknown_interface_names_those_there_are() -> None:
-    assert interface_address("lo") == "127.0.0.1"
-    with pytest.raises(ClusterError, match=r"network_interface='ib7'.*lo"):
-        interface_address("ib7")
+    assert interfaces.address_of("lo") == "127.0.0.1"
+    with pytest.raises(OSError, match=r"network_interface='ib7'.*lo"):
+        interfaces.address_of("ib7")
 
 
 def test_a_second_attempt_of_symmetric_run_waits_for_its_own_command(scratch_base: Path) -> None:

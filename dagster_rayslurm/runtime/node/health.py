@@ -17,6 +17,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+from .interfaces import address_of
+
 _TIMEOUT = 30.0  # Seconds in which `nvidia-smi` must answer; it is slow on a node without NVIDIA's persistence daemon.
 _MOST_WORDS = 500  # Most characters of the error text of a check.
 _LEAST_FREE = 0.05  # Share of a disk that must be free: Ray 2.60 writes to no disk that is more than 95 % full.
@@ -271,16 +273,14 @@ def _interface(order: Order, value: str) -> Optional[str]:
 
 
 def _network_interface(name: str) -> Interface:
-    from .network import interface_address
-
     try:
         with open(os.path.join(_NETWORK, name, "operstate")) as file:
             state = file.read().strip()
     except OSError:
         return Interface(name, None)
     try:
-        return Interface(name, state, bool(interface_address(name)))
-    except Exception:
+        return Interface(name, state, bool(address_of(name)))
+    except OSError:
         return Interface(name, state, False)
 
 

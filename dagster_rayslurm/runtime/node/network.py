@@ -17,9 +17,6 @@ import socket
 from dataclasses import dataclass
 from typing import List, Optional, Tuple
 
-from ..protocol.messages import ClusterError, EndReason
-from .interfaces import address_of
-
 # Number of ports that one Ray cluster gets on one node from a `port_range`: a dozen for services, the others for workers.
 BLOCK = 100
 # Options of `ray start` for ports that only the head of a Ray cluster has (Ray 2.60).
@@ -48,17 +45,6 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
-
-
-def interface_address(interface: str) -> str:
-    """Returns the IPv4 address of a network interface such as "ib0", or else its global IPv6 address.
-
-    Raises `ClusterError` if the interface does not exist or has no such address.
-    """
-    try:
-        return address_of(interface)
-    except OSError as error:
-        raise ClusterError(EndReason.CLUSTER_START, str(error)) from None
 
 
 def route_address(host: str) -> Optional[str]:

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, List, Mapping, Optional
 
 from ..node import health
-from ..node.network import Ports, choose_ports, interface_address, join_host_port, route_address, split_host_port
+from ..node.interfaces import address_of
+from ..node.network import Ports, choose_ports, join_host_port, route_address, split_host_port
 from ..node.resources import NodeResources, granted_gpus, usable_memory
 from ..node.usage import logs_of
 from ..process import processes
@@ -324,10 +325,10 @@ class RayNode:
             if self._gcs is None and self.spec.node_ip_address:
                 self._address = self.spec.node_ip_address
             elif self.spec.network_interface:
-                self._address = interface_address(self.spec.network_interface)
+                self._address = address_of(self.spec.network_interface)
             elif self._gcs is not None:
                 self._address = route_address(split_host_port(self._gcs)[0])
-        except ClusterError as error:
+        except OSError as error:  # The interface does not exist, or has no address.
             return self._fail(str(error))
         self._start_ray()
 
