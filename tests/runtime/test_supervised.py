@@ -253,7 +253,7 @@ def test_a_defect_in_handling_one_payload_ends_only_that_payload(tmp_path: Path,
         def left():
             print("left:", [name for name in os.listdir(runner.scratch.path) if "messages" in name], file=sys.stderr)
             loop.stop()
-        runner.hooks.finished = lambda _: left()
+        runner.on_finished = left
         runner.run()
     """
     records, said = supervised(tmp_path, program, ["sh", "-c", "echo x; sleep 1"])

@@ -17,12 +17,10 @@ from typing import Any, Dict, Optional, Sequence, Tuple
 from ..node.allocation import Allocation, change
 from ..node.resources import NodeResources, detect, simulated_shares
 from ..payload.payload import Payload
-from ..process.loop import Loop
 from ..process.processes import signal_name
 from ..protocol.messages import End, EndReason
 from ..protocol.rpc import Channel, Listener, Message, RpcClient, RpcServer, all_addresses
 from ..protocol.spec import BarrierSpec, RuntimeSpec, SpecError, from_fields, take_secrets
-from ..supervisor.hooks import Hooks
 from ..supervisor.supervisor import Supervisor
 from .barrier import Barrier, ComponentAddress, ComponentState, Ended, RunState
 
@@ -35,11 +33,11 @@ _LEAVE_TIMEOUT = 5.0
 
 
 @dataclass(eq=False)
-class Participant(Hooks, Listener, ABC):
+class Participant(Listener, ABC):
     """The part that one component's runtime takes in the barrier: a `Host` or a `Guest`.
 
-    As the `hooks` of the component's supervisor, it delays the start of the payload until all components are ready, and the end
-    of the runtime until all payloads have ended. It joins the barrier when it is created.
+    It delays the start of the component's payload until all components are ready, and the end of the runtime until all payloads
+    have ended. It joins the barrier when it is created.
     """
 
     supervisor: Supervisor
@@ -53,7 +51,9 @@ class Participant(Hooks, Listener, ABC):
         self.loop = self.supervisor.loop
         self.payload: Optional[Payload] = None
         self.mine, self.told = ComponentState(), RunState()  # States of this component and of the run.
-        self.supervisor.hooks = self
+        self.supervisor.may_start = self.may_start
+        self.supervisor.on_finished = lambda: None  # The runtime stays until all payloads have ended.
+        self.supervisor.on_interrupted = self.interrupted
         self._join()
         self._tick()
 
@@ -61,6 +61,10 @@ class Participant(Hooks, Listener, ABC):
     @abstractmethod
     def exit_code(self) -> int:
         """The exit code with which this runtime's process ends."""
+
+    @abstractmethod
+    def interrupted(self, signum: int) -> None:
+        """Handle the signal `signum`, which this runtime has received after the end of its payload."""
 
     @abstractmethod
     def close(self) -> None:
@@ -104,12 +108,6 @@ class Participant(Hooks, Listener, ABC):
                 payload.phase("ready", "waiting for " + ", ".join(others))
             self.tell(place=self._address())
         return bool(self.told.places)
-
-    def finished(self, loop: Loop) -> None:
-        """Called when this component's payload has ended.
-
-        Does nothing, so that the runtime stays until all payloads have ended.
-        """
 
     def follow(self, told: RunState) -> None:
         """Act on `told`, the new state of the run: start or end the payload, or stop the event loop when the run is finished.
@@ -178,12 +176,12 @@ class Host(Participant):
         self.barrier.update(self.spec.component_id, self.mine, self.loop.now())
         self.loop.call_later(0.0, self._act)
 
-    def interrupted(self, loop: Loop, signum: int) -> None:
+    def interrupted(self, signum: int) -> None:
         """Handle a signal that the host has received after the end of its own payload: end the payloads of the other components.
 
         The host itself ends later, after the other components.
         """
-        self.barrier.interrupted("the runtime received %s" % signal.Signals(signum).name, 128 + signum, loop.now())
+        self.barrier.interrupted("the runtime received %s" % signal.Signals(signum).name, 128 + signum, self.loop.now())
         self._act()
 
     def _check(self) -> None:
@@ -258,13 +256,13 @@ class Guest(Participant):
             # A host that is about to come should learn of the failure; but after a signal, Slurm gives little time.
             self._give_up_at = min(self._give_up_at, self.loop.now() + self.spec.grace)
 
-    def interrupted(self, loop: Loop, signum: int) -> None:  # noqa: ARG002
+    def interrupted(self, signum: int) -> None:  # noqa: ARG002
         """Handle a signal that this runtime has received after the end of its payload: tell the host, and end this runtime.
 
         With the runtime, the component's Ray cluster ends.
         """
         self.tell(left=True)
-        loop.stop()
+        self.loop.stop()
 
     def close(self) -> None:
         self.client.close()

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional
 
 from ..node import local_copy, resources
@@ -38,7 +38,6 @@ from ..ray.internals import installed_version
 from ..ray.membership import CLUSTER_READY, UNSCHEDULABLE, Action, NodeLost, Say, nodes_expected
 from ..ray.ray_node import granted_defaults
 from .access import Relays, dashboard_hint, remove_access
-from .hooks import Hooks
 from .queue import Closing, Misfit, Next, Queue, capacities_of, misfit
 
 if TYPE_CHECKING:
@@ -71,15 +70,21 @@ class Supervisor:
     allocation: Optional[Allocation] = None  # The Slurm step of which this node is the first; None without Slurm.
     log_dir: str = ""  # The directory in which the nodes of the allocation write their logs; not used without Slurm.
     here: Optional[NodeResources] = None  # The resources of this node; None to detect them.
-    hooks: Hooks = field(default_factory=Hooks)
     # Exit code of the payload that ended last. This process exits with the same code, so that Slurm's accounting shows it.
     exit_code: int = 0
     cluster: Optional[RayCluster] = None  # The warm cluster; None if payloads have their own.
     time_left: Callable[[], Optional[float]] = lambda: None  # Seconds until the allocation's time limit, if it is known.
     on_ready: Callable[[], None] = lambda: None  # Called when the warm cluster is up, before its first payload starts.
+    # Whether a payload may start now; called only if the warm cluster is up or not needed. A function that returns False must
+    # call `schedule` as soon as the payload may start.
+    may_start: Callable[[Payload], bool] = lambda _: True
 
     def __post_init__(self) -> None:
         loop, spec, allocation = self.loop, self.spec, self.allocation
+        # Called when the last payload has ended and no other will come, and when a signal arrives while there is no payload. Both
+        # end the runtime; with `topology="separate"`, the module `separate.participant` replaces them.
+        self.on_finished: Callable[[], None] = loop.stop
+        self.on_interrupted: Callable[[int], None] = lambda _: loop.stop()
         # The resources of this node.
         self.machine = resources.detect(with_gpus=may_need_gpus(spec)) if self.here is None else self.here
         # The share of this machine's resources that each simulated node gets, the head's first; empty if no nodes are simulated.
@@ -252,7 +257,7 @@ class Supervisor:
         self.queue, then = self.queue.settled(self.loop.now())
         what, delay = then or (None, 0.0)
         if what == Next.FINISH:
-            self.hooks.finished(self.loop)
+            self.on_finished()
         elif what == Next.STOP:
             self.loop.call_later(delay, self.loop.stop)
         elif what == Next.IDLE:
@@ -272,7 +277,7 @@ class Supervisor:
         why = "the runtime received %s" % signal.Signals(signum).name
         self.close(End(EndReason.TERMINATED, why), grace=0 if again else None)
         if not self.payloads:
-            self.hooks.interrupted(self.loop, signum)
+            self.on_interrupted(signum)
 
     # ---- From the start to the end of a payload
 
@@ -363,7 +368,7 @@ class Supervisor:
         return self.cluster is not None and spec.uses_ray and not self.cluster.ready
 
     def _may_start(self, payload: Payload) -> bool:
-        return not self._waits(payload.spec) and self.hooks.may_start(payload)
+        return not self._waits(payload.spec) and self.may_start(payload)
 
     def _begin(self, payload: Payload) -> None:
         """Begin a payload whose turn it is: start its process, or first its own Ray cluster if it gets one.
