@@ -132,7 +132,7 @@ def go(looks=20):
     said["scratch"] = [name for name in os.listdir(runner.scratch.path)]
     said["here"] = len([p for p in processes.descendants(os.getpid())])
     said["orders"] = [list(m.commands) for m in runner.workers.members.values()]
-    said["draining"] = runner.closing
+    said["draining"] = runner.queue.closing
     loop.stop()
 when_done(go)
 """
@@ -181,7 +181,7 @@ def look():
         if "raylet" in open("/proc/%d/comm" % p.pid).read():
             os.kill(p.pid, signal.SIGKILL)
     def wait():
-        if runner.closing is None:
+        if runner.queue.closing is None:
             return loop.call_later(0.1, wait)
         submit("three")
     wait()
@@ -204,7 +204,7 @@ def test_a_session_goes_on_when_a_fresh_cluster_loses_a_node(runtime: Runtime) -
         supervisor.RayCluster = Cluster
         session()
         submit("one")
-        when_done(lambda: (said.update(closing=runner.closing), loop.stop()))
+        when_done(lambda: (said.update(closing=runner.queue.closing), loop.stop()))
     """)
     assert said == {"closing": None} and runtime.end("one")["exit_code"] == 0
 
@@ -249,7 +249,7 @@ def look():
         return loop.call_later(0.1, look)
     for p in [p for p in processes.descendants({pair.worker.pid})] + [processes.Process({pair.worker.pid}, 0, 0)]:
         os.kill(p.pid, 9)
-    loop.call_later(0.5, lambda: said.update(early=runner.closing))
+    loop.call_later(0.5, lambda: said.update(early=runner.queue.closing))
     loop.call_later(2.0, lambda: submit("two"))
 look()
 """
@@ -305,7 +305,7 @@ def living():
     return [pid for pid in json.load(open({str(left)!r})) if os.path.exists("/proc/%d" % pid)]
 def look(until):
     said["left"] = len(living())
-    said["closing"] = runner.closing
+    said["closing"] = runner.queue.closing
     if said["left"] and loop.now() < until:
         return loop.call_later(0.1, lambda: look(until))
     loop.stop()

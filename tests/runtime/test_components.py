@@ -554,7 +554,7 @@ def test_clusters_of_payloads_own_have_the_components_too(tmp_path: Path) -> Non
         def go():
             said["here"] = len(processes.descendants(os.getpid()))
             said["left"] = os.listdir(runner.scratch.path)
-            said["draining"] = runner.closing
+            said["draining"] = runner.queue.closing
             loop.stop()
         when_done(lambda: loop.call_later(2.0, go))
     """)

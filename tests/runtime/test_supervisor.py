@@ -152,7 +152,7 @@ def test_a_misfit_and_a_closing_runtime_say_why_and_leave_no_record(runtime: Run
         session()
         submit("a"); submit("b")
         runner.drain("it is Friday")
-        said["closing"] = runner.closing
+        said["closing"] = runner.queue.closing
         submit("c")
     """)
     assert said["a"] == "Misfit: num_cpus=5 asks for more than node n1 grants: 4 CPUs"
@@ -195,7 +195,7 @@ def test_a_payload_that_cannot_end_in_time_is_refused(runtime: Runtime) -> None:
         submit("first")  # Nobody else would have more time for it.
         def go():
             submit("fits"); submit("behind"); submit("after")
-            said["left"], said["closing"] = describe(runner)["time_left"], runner.closing
+            said["left"], said["closing"] = describe(runner)["time_left"], runner.queue.closing
             when_done(end)
         when_done(go)
     """)

@@ -28,7 +28,7 @@ def describe(supervisor: Supervisor) -> Dict[str, Any]:
         "pid": os.getpid(),
         "ready": supervisor.cluster is None or supervisor.cluster.ready,
         "closing": queue.ending is not None,
-        "draining": supervisor.closing,
+        "draining": queue.closing,
         "running": len(queue.running),
         "waiting": len(queue.arrived),
         "payloads": [

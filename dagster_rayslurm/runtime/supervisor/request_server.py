@@ -176,7 +176,7 @@ class RequestServer(Listener):
         If `found` belongs to another session, accept no more payloads, and leave the file as it is. `closing` says why the
         session accepts no more payloads. If the supervisor knows a reason, the announcement has the supervisor's reason instead.
         """
-        closing, served = self._supervisor.closing or closing, self._supervisor.queue.served
+        closing, served = self._supervisor.queue.closing or closing, self._supervisor.queue.served
         if closing != self._announcement.closing:
             said = "rayslurm: the session takes no more payloads, %d were here: %s" % (served, closing)
             print(said, file=sys.stderr, flush=True)
@@ -230,8 +230,8 @@ class RequestServer(Listener):
 
     def _admit(self, request: Message) -> Message:
         run_dir = request["run_dir"]
-        if self._supervisor.closing is not None:
-            return refuse(Refusal.CLOSING, self._supervisor.closing, unhealthy=self._supervisor.unhealthy)
+        if self._supervisor.queue.closing is not None:
+            return refuse(Refusal.CLOSING, self._supervisor.queue.closing, unhealthy=self._supervisor.unhealthy)
         missing = [path for path in request["needs"] if not _use(path)]
         if missing:
             return refuse(Refusal.MISSING, missing=missing)

@@ -143,11 +143,6 @@ class Supervisor:
         return [entry.payload for entry in (*self.queue.waiting, *self.queue.running)]
 
     @property
-    def closing(self) -> Optional[str]:
-        """The reason why no more payloads are accepted; None while payloads are accepted."""
-        return self.queue.closing
-
-    @property
     def unhealthy(self) -> List[Unhealthy]:
         """The nodes that failed a health check, each as a dictionary with `node`, `check` and `found`.
 
@@ -231,7 +226,7 @@ class Supervisor:
         Waiting payloads still run. `why` is the reason for clients and for the payloads' logs. If the runtime accepts no payloads
         already, do nothing.
         """
-        if self.closing is None:
+        if self.queue.closing is None:
             self.queue = replace(self.queue, draining=why)
             for payload in self.payloads:
                 payload.phase("drain", "the runtime takes no more payloads: " + why)
@@ -289,10 +284,10 @@ class Supervisor:
         Raises SpecError if the payload's specification is not valid, and OSError if the run directory cannot be read or written.
         """
         version = self._ray_version
-        if self.closing is None and version is not None and (installed_version() or version) != version:
+        if self.queue.closing is None and version is not None and (installed_version() or version) != version:
             self.drain("the environment's Ray has changed")
-        if self.closing is not None:
-            raise Closing(self.closing)
+        if self.queue.closing is not None:
+            raise Closing(self.queue.closing)
         spec = from_json(PayloadSpec, read_text(os.path.join(run_dir, PAYLOAD)))
         problem = misfit(spec, self.machines)
         if problem:
@@ -440,7 +435,7 @@ class Supervisor:
         if not self.queue.running and self.cluster is not None:
             self.cluster.check_when_idle(lambda: not self.queue.running)
         self.schedule()
-        if not self.queue.running and self.closing is None and self.cluster is not None:
+        if not self.queue.running and self.queue.closing is None and self.cluster is not None:
             self.cluster.prestart()  # Only when no payload runs, because new Ray workers take CPU time.
         self.settle()
 
