@@ -28,7 +28,7 @@ from ..edge.environment import PREFIX
 from ..errors import INSTALL
 from . import PixiEnvironment, install_conda, pixi_manifest, wheels
 from .platforms import Platform, Python, cached
-from .recipe import COMPILE_ALL, Piece, Recipe, digest_of
+from .recipe import COMPILE_ALL, Piece, Recipe, digest_of, local_piece
 
 if TYPE_CHECKING:
     from rattler.lock import CondaLockedBinaryPackage, LockedPackage, PypiLockedPackage
@@ -48,7 +48,7 @@ def pixi_recipe(environment: PixiEnvironment, platform: Platform) -> Recipe:
         import rattler  # noqa: F401
     except ImportError:
         raise ValueError(f"this machine lacks what reads lock files of pixi; {INSTALL.format(extra='pixi')}") from None
-    uv, uv_version = wheels.find_uv()
+    wheels.find_uv()  # Without uv, its error comes before all others.
     manifest = os.path.abspath(os.path.expanduser(environment.manifest))
     top = os.path.dirname(manifest)
     lock, subdir = os.path.join(top, "pixi.lock"), _SUBDIRS.get(platform.machine, f"linux-{platform.machine}")
@@ -60,8 +60,9 @@ def pixi_recipe(environment: PixiEnvironment, platform: Platform) -> Recipe:
     _check_glibc(conda, platform)
     _check_cpu(conda, lock, platform)
     python = _python(conda, lock, platform)
+    target = wheels.Target(platform, python)
     scripts = [os.path.join(top, each) for each in wanted.scripts]
-    files, directories = _wheels(uv, pypi, top, platform, python)
+    files, directories = _wheels(pypi, top, target)
     pieces = {each.name: wheels.fetched(each.name, _source(top, each), top) for each in conda}
     there = f"{PREFIX}/{install_conda.INSTALLER}"
     run: list[str | Piece] = [f"{there}/bin/python", "-I"]
@@ -69,12 +70,11 @@ def pixi_recipe(environment: PixiEnvironment, platform: Platform) -> Recipe:
     project = project.replace(PREFIX, f"\\u007b{PREFIX[1:]}")  # Text of the project that equals PREFIX stays.
     commands: list[Sequence[str | Piece]] = [
         ["tar", "-x", "-f", _interpreter(conda, pieces), "-C", PREFIX],
-        [*run, "-m", "zipfile", "-e", _rattler(uv, platform, python), f"{there}/packages"],
-        [*run, _program(), PREFIX, project, *pieces.values()],
+        [*run, "-m", "zipfile", "-e", wheels.tool_wheel("py-rattler", version_of("py-rattler"), target), f"{there}/packages"],
+        [*run, local_piece(install_conda.__file__)[0], PREFIX, project, *pieces.values()],
     ]
     if files:
-        program = wheels.uv_program(uv, uv_version, platform, python)
-        commands.append(wheels.install_command(program, files, "--break-system-packages"))
+        commands.append(wheels.install_command(wheels.uv_program(target), files, "--break-system-packages"))
     library = f"{PREFIX}/lib/python{python.version[0]}.{python.version[1]}/site-packages"
     compile_all = python.path, "-I", "-m", COMPILE_ALL, "-qq", "-j", "4", library
     commands.append(["sh", "-c", _COMPILE, "sh", *compile_all])
@@ -205,23 +205,19 @@ def _python(conda: Sequence[CondaLockedBinaryPackage], lock: str, platform: Plat
 # ---- The files
 
 
-def _wheels(
-    uv: str, pypi: Sequence[PypiLockedPackage], top: str, platform: Platform, python: Python
-) -> tuple[list[Piece], list[str]]:
+def _wheels(pypi: Sequence[PypiLockedPackage], top: str, target: wheels.Target) -> tuple[list[Piece], list[str]]:
     """Return the wheels of PyPI packages, and the paths of the source directories from which this machine builds some wheels.
 
-    `uv` is the path of uv on this machine. `pypi` are the locked PyPI packages. `top` is the directory of the lock file. `python`
-    is the Python of the new environment. Raises `ValueError` if a locked wheel does not run on the platform.
+    `pypi` are the locked PyPI packages. `top` is the directory of the lock file. Raises `ValueError` if a locked wheel does not
+    run on the target.
     """
-    tags = set(wheels.tags_of(platform, python))
     sources = {f"{each.name} {each.version}": _source(top, each) for each in pypi}
-    unfit = [name for name, source in sources.items() if not wheels.runs_on(source, tags)]
+    unfit = [name for name, source in sources.items() if not wheels.runs_on(source, target)]
     if unfit:
-        where = wheels.described(platform, python)
         raise ValueError(
-            f"wheels in pixi.lock do not run on {where}: {', '.join(unfit)}; lock others, with [system-requirements]"
+            f"wheels in pixi.lock do not run on {target}: {', '.join(unfit)}; lock others, with [system-requirements]"
         )
-    found = [wheels.wheel_of(uv, name, source, top, platform, python, tags) for name, source in sources.items()]
+    found = [wheels.wheel_of(name, source, top, target) for name, source in sources.items()]
     directories = [wheels.path_of(top, each) for each in sources.values() if wheels.kind_of(each) == "directory"]
     return found, directories
 
@@ -254,15 +250,6 @@ def _text(path: str) -> str:
             return file.read()
     except OSError as error:
         raise ValueError(f"the activation script {path} cannot be read: {error.strerror}") from None
-
-
-def _program() -> Piece:
-    path = install_conda.__file__
-    return Piece(digest_of(path), os.path.basename(path), lambda: path)
-
-
-def _rattler(uv: str, platform: Platform, python: Python) -> Piece:
-    return wheels.tool_wheel(uv, "py-rattler", version_of("py-rattler"), platform, python)
 
 
 def _interpreter(conda: Sequence[CondaLockedBinaryPackage], pieces: Mapping[str, Piece]) -> Piece:

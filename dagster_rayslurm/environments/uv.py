@@ -55,21 +55,22 @@ def uv_recipe(environment: UvEnvironment, platform: Platform) -> Recipe:
         from packaging.pylock import Pylock
     except ImportError:
         raise ValueError(f"packaging here is too old to read lock files; {wheels.EXTRA}") from None
-    uv, version = wheels.find_uv()
+    wheels.find_uv()  # Without uv, its error comes before all others.
     if environment.requirements is None:
         top = os.path.abspath(os.path.expanduser(environment.project))
-        text, inputs = _export(uv, version, top, environment.groups)
+        text, inputs = _export(top, environment.groups)
         lock = Pylock.from_dict(tomli.loads(text))
-        python, brought = _choose(uv, platform, environment.python, lock.requires_python)
+        python, brought = _choose(platform, environment.python, lock.requires_python)
     else:
         inputs = [os.path.abspath(os.path.expanduser(environment.requirements))]
         top = os.path.dirname(inputs[0])
         if not os.path.isfile(inputs[0]):
             raise ValueError(f"there is no requirements file {inputs[0]}")
-        python, brought = _choose(uv, platform, environment.python, None)
-        lock = Pylock.from_dict(tomli.loads(wheels.compile_requirements(uv, inputs[0], platform, python)))
-    files, directories = _wheels(uv, lock, top, platform, python)
-    there = wheels.uv_program(uv, version, platform, python)
+        python, brought = _choose(platform, environment.python, None)
+        lock = Pylock.from_dict(tomli.loads(wheels.compile_requirements(inputs[0], wheels.Target(platform, python))))
+    target = wheels.Target(platform, python)
+    files, directories = _wheels(lock, top, target)
+    there = wheels.uv_program(target)
     commands: list[list[str | Piece]] = [["tar", "-x", "-f", brought, "-C", PREFIX]] if brought else []
     options = *wheels.ISOLATED, "--no-project", "--allow-existing"
     commands.append([there, "venv", *options, "--python", python.path, PREFIX])
@@ -95,14 +96,10 @@ def _content(path: str) -> bytes:
         return file.read()
 
 
-def _export(uv: str, version: str, project: str, groups: Sequence[str]) -> tuple[str, list[str]]:
+def _export(project: str, groups: Sequence[str]) -> tuple[str, list[str]]:
     """Return a project's lock as the text of a pylock.toml (PEP 751), and a list of the paths of pyproject.toml and uv.lock.
 
-    Args:
-        uv: the path of uv on this machine.
-        version: the version of uv.
-        project: the absolute path of the project's directory.
-        groups: the dependency groups to include in the text.
+    `project` is the absolute path of the project's directory, and `groups` are the dependency groups to include in the text.
 
     The text is cached until pyproject.toml or uv.lock changes. A text with local packages besides the project itself is not
     cached. Raises `ValueError` if a file is missing, or if uv refuses the lock.
@@ -113,12 +110,12 @@ def _export(uv: str, version: str, project: str, groups: Sequence[str]) -> tuple
         raise ValueError(f"{project} has no uv.lock; run there: uv lock")
     arguments = ["--quiet", "--locked", "--no-editable", "--no-default-groups", *(f"--group={group}" for group in groups)]
     contents = [_content(path) for path in (manifest, lock)]
-    digest = hashlib.sha256(repr([version, project, arguments, contents]).encode()).hexdigest()
+    digest = hashlib.sha256(repr([wheels.uv_version(), project, arguments, contents]).encode()).hexdigest()
     kept = cached("exports", digest[:32], "pylock.toml")
     if os.path.exists(kept):
         return _content(kept).decode(), [manifest, lock]
     try:
-        text = wheels.run_uv(uv, "export", *arguments, "--format=pylock.toml", directory=project)
+        text = wheels.run_uv("export", *arguments, "--format=pylock.toml", directory=project)
         if set(_LOCAL.findall(contents[-1])) <= {b"."}:  # The lock must fit the manifests of others too.
             LocalConnection().write(kept, text.encode())
         return text, [manifest, lock]
@@ -131,49 +128,47 @@ def _export(uv: str, version: str, project: str, groups: Sequence[str]) -> tuple
         raise ValueError(f"uv refuses the lock of {project}: {error}{hint}") from None
 
 
-def _wheels(uv: str, lock: Pylock, top: str, platform: Platform, python: Python) -> tuple[list[Piece], list[str]]:
-    """Return the wheels of a lock for the platform, and the paths of the source directories from which some wheels are built.
+def _wheels(lock: Pylock, top: str, target: wheels.Target) -> tuple[list[Piece], list[str]]:
+    """Return the wheels of a lock for the target, and the paths of the source directories from which some wheels are built.
 
-    `uv` is the path of uv on this machine. `top` is the directory from which relative paths in the lock start. `python` is the
-    Python of the new environment. Raises `ValueError` if the lock has no fitting wheel of a package, or if a wheel cannot be
-    built.
+    `top` is the directory from which relative paths in the lock start. Raises `ValueError` if the lock has no fitting wheel of a
+    package, or if a wheel cannot be built.
     """
     from packaging.pylock import PylockSelectError
 
-    tags, files, directories = wheels.tags_of(platform, python), list[Piece](), list[str]()
+    files, directories = list[Piece](), list[str]()
     try:
-        selected = list(lock.select(environment=wheels.markers_of(python), tags=tags))
+        selected = target.select(lock)
     except PylockSelectError as error:
-        raise ValueError(_lacking(lock, platform, python, set(tags), error)) from None
+        raise ValueError(_lacking(lock, target, error)) from None
     for package, source in selected:
         name = f"{package.name} {package.version or ''}".strip()
         if wheels.kind_of(source) == "directory":
             directories.append(wheels.path_of(top, source))
-        files.append(wheels.wheel_of(uv, name, source, top, platform, python, set(tags)))
+        files.append(wheels.wheel_of(name, source, top, target))
     return files, directories
 
 
-def _lacking(lock: Pylock, platform: Platform, python: Python, tags: set[Any], error: Exception) -> str:
-    """Return the error message for a lock that lacks a fitting wheel for the platform and the Python.
+def _lacking(lock: Pylock, target: wheels.Target, error: Exception) -> str:
+    """Return the error message for a lock that lacks a fitting wheel for the target.
 
-    `tags` are the tags of wheels that run on the platform, and `error` is the exception about the missing wheel. If the lock has
-    wheels for a newer glibc, the message names the packages of these wheels; otherwise the message contains `error`.
+    `error` is the exception about the missing wheel. If the lock has wheels for a newer glibc, the message names the packages of
+    these wheels; otherwise the message contains `error`.
     """
     from packaging.pylock import PylockSelectError
 
-    where, newest = wheels.described(platform, python), replace(platform, glibc=(2, 99))
     try:
-        selected = list(lock.select(environment=wheels.markers_of(python), tags=wheels.tags_of(newest, python)))
+        selected = replace(target, platform=replace(target.platform, glibc=(2, 99))).select(lock)
     except PylockSelectError:
-        return f"the lock file lacks a wheel for {where}: {error}"
-    newer = ", ".join(str(package.name) for package, source in selected if not wheels.runs_on(source, tags))
-    return f"the lock file's wheels of {newer} need a newer glibc than {where} has; lock older versions of them"
+        return f"the lock file lacks a wheel for {target}: {error}"
+    newer = ", ".join(str(package.name) for package, source in selected if not wheels.runs_on(source, target))
+    return f"the lock file's wheels of {newer} need a newer glibc than {target} has; lock older versions of them"
 
 
 # ---- The interpreter
 
 
-def _choose(uv: str, platform: Platform, wanted: str | None, allowed: Any) -> tuple[Python, Piece | None]:
+def _choose(platform: Platform, wanted: str | None, allowed: Any) -> tuple[Python, Piece | None]:
     """Return the Python for a new environment, and an archive of the Python, or None if the cluster has the Python.
 
     `wanted` is a version such as "3.11", a command or a path; None for any Python. `allowed` is the project's `requires-python`;
@@ -199,12 +194,12 @@ def _choose(uv: str, platform: Platform, wanted: str | None, allowed: Any) -> tu
     if version is None or (wanted is not None and not parts):
         raise ValueError(f'{lacks}; name one that is there by its path, python="/path/to/python"')
     try:
-        return _bring(uv, version, platform)
+        return _bring(version, platform)
     except ValueError as error:
         raise ValueError(f"{lacks}, and uv cannot bring one: {error}") from None
 
 
-def _bring(uv: str, version: str, platform: Platform) -> tuple[Python, Piece]:
+def _bring(version: str, platform: Platform) -> tuple[Python, Piece]:
     """Return a Python for the platform, and an archive that has the Python in the directory `interpreter`.
 
     `version` is the wanted version, such as "3.11". uv downloads the Python, unless the archive is cached on this machine. Raises
@@ -216,7 +211,7 @@ def _bring(uv: str, version: str, platform: Platform) -> tuple[Python, Piece]:
         kept = [each for each in os.listdir(directory) if each.endswith(".tar.gz")]
         if not kept:
             with tempfile.TemporaryDirectory(dir=directory) as work:
-                wheels.run_uv(uv, "python", "install", "--no-bin", f"--install-dir={work}", request)
+                wheels.run_uv("python", "install", "--no-bin", f"--install-dir={work}", request)
                 # uv adds links to it, whose names lack the third number.
                 found = next(each for each in Path(work).glob("cpython-*") if not each.is_symlink())
                 kept, draft = [f"{found.name.split('-')[1]}.tar.gz"], os.path.join(work, "draft")

@@ -15,7 +15,8 @@ import tempfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 import tomli
@@ -28,6 +29,9 @@ from ..upload.bundle import bundle_directory
 from .platforms import Platform, Python, cached
 from .recipe import COMPILE, Piece
 
+if TYPE_CHECKING:
+    from packaging.pylock import Pylock
+
 EXTRA = INSTALL.format(extra="uv")
 ISOLATED = ("--no-config", "--offline")  # Options of uv on the cluster: no configuration files, and no internet.
 # Minor versions of glibc 2 that `uv --python-platform` knows (uv 0.13).
@@ -37,8 +41,8 @@ _TIMEOUT = 900.0
 # ---- uv
 
 
-def find_uv() -> tuple[str, str]:
-    """Return the path and the version of uv on this machine; raises `ValueError` if uv is not installed."""
+def find_uv() -> str:
+    """Return the path of uv on this machine; raises `ValueError` if uv is not installed."""
     try:
         from uv import find_uv_bin
 
@@ -47,15 +51,16 @@ def find_uv() -> tuple[str, str]:
         path = shutil.which("uv")
     if path is None:
         raise ValueError(f"uv is not installed on this machine; {EXTRA}")
-    return path, _version_of(path)
+    return path
 
 
 @functools.cache
-def _version_of(uv: str) -> str:
-    return run_uv(uv, "--version").split()[1]
+def uv_version() -> str:
+    """Return the version of uv on this machine."""
+    return run_uv("--version").split()[1]
 
 
-def run_uv(uv: str, *arguments: str, directory: str | None = None) -> str:
+def run_uv(*arguments: str, directory: str | None = None) -> str:
     """Run uv on this machine and return the output; raises `ValueError` with the error message of uv if uv fails.
 
     `directory` is the working directory of uv; None for the working directory of this process.
@@ -63,7 +68,7 @@ def run_uv(uv: str, *arguments: str, directory: str | None = None) -> str:
     environ = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     try:
         done = subprocess.run(
-            [uv, *arguments], cwd=directory, env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT
+            [find_uv(), *arguments], cwd=directory, env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT
         )
     except subprocess.TimeoutExpired:
         raise ValueError(f"uv {arguments[0]} took over {_TIMEOUT:.0f} s and was ended") from None
@@ -73,78 +78,100 @@ def run_uv(uv: str, *arguments: str, directory: str | None = None) -> str:
     return done.stdout.decode("utf-8", "replace")
 
 
-def compile_requirements(uv: str, requirements: str, platform: Platform, python: Python, final: bool = False) -> str:
-    """Resolve a requirements file to wheels for a platform; returns the text of a pylock.toml.
+# ---- The platform
 
-    `uv` is the path of uv on this machine, `requirements` the path of the file, and `python` the Python of the new environment.
-    The text is cached on this machine. A later call keeps the versions of the cached text that the requirements still allow.
-    `final` is True if the file never changes; a cached text is then returned without a run of uv. Raises `ValueError` if uv finds
-    no solution, or if the platform's glibc is too old for wheels.
+
+@dataclass(frozen=True)
+class Target:
+    """The platform and the Python of a new environment, for which wheels are selected and built."""
+
+    platform: Platform
+    python: Python
+
+    def __str__(self) -> str:
+        """Return the platform and the Python in words, for error messages about wheels."""
+        glibc = ".".join(map(str, self.platform.glibc))
+        python = f"Python {self.python.version[0]}.{self.python.version[1]}"
+        return f"{self.platform.place} ({python}, glibc {glibc}, {self.python.machine})"
+
+    def select(self, lock: Pylock) -> list[tuple[Any, Any]]:
+        """Return the packages of a lock that the target needs, each with the fitting wheel or the sources.
+
+        Both are objects of `packaging.pylock`, such as `Package` and `PackageWheel`. Raises `PylockSelectError` if the lock has
+        neither a fitting wheel nor sources of a package.
+        """
+        return list(lock.select(environment=self._markers, tags=self._tags))
+
+    def runs(self, wheel: str) -> bool:
+        """Return True if the wheel with the file name `wheel` runs on the target."""
+        from packaging.utils import parse_wheel_filename
+
+        return not parse_wheel_filename(wheel)[-1].isdisjoint(self._tags)
+
+    @functools.cached_property
+    def _tags(self) -> list[Any]:
+        """The tags (of `packaging.tags`) of wheels that run on the target, the best tag first.
+
+        Tags such as `linux_x86_64` are left out, because such tags do not say which glibc a wheel needs.
+        """
+        from packaging.tags import compatible_tags, cpython_tags
+
+        minor_of_glibc, machine = self.platform.glibc[1], self.python.machine
+        names = [f"manylinux_2_{minor}_{machine}" for minor in range(minor_of_glibc, 4, -1)]
+        for minor, alias in ((17, "manylinux2014"), (12, "manylinux2010"), (5, "manylinux1")):
+            if minor_of_glibc >= minor:
+                names.append(f"{alias}_{machine}")
+        version = self.python.version[:2]
+        abi = "cp{}{}".format(*version)
+        return [*cpython_tags(version, [abi], names), *compatible_tags(version, abi, names)]
+
+    @property
+    def _markers(self) -> Any:
+        """The values of the environment markers (PEP 508) for the Python on Linux, by name."""
+        full = ".".join(map(str, self.python.version))
+        return {
+            "implementation_name": "cpython",
+            "implementation_version": full,
+            "os_name": "posix",
+            "platform_machine": self.python.machine,
+            "platform_python_implementation": "CPython",
+            "platform_release": "",
+            "platform_system": "Linux",
+            "platform_version": "",
+            "python_full_version": full,
+            "python_version": ".".join(map(str, self.python.version[:2])),
+            "sys_platform": "linux",
+        }
+
+
+def compile_requirements(requirements: str, target: Target, final: bool = False) -> str:
+    """Resolve a requirements file to wheels for a target; returns the text of a pylock.toml.
+
+    `requirements` is the path of the file. The text is cached on this machine. A later call keeps the versions of the cached text
+    that the requirements still allow. `final` is True if the file never changes; a cached text is then returned without a run of
+    uv. Raises `ValueError` if uv finds no solution, or if the platform's glibc is too old for wheels.
     """
-    version = ".".join(map(str, python.version[:2]))
-    newest = next((minor for minor in _MANYLINUX if platform.glibc >= (2, minor)), None)
+    version, glibc = ".".join(map(str, target.python.version[:2])), target.platform.glibc
+    newest = next((minor for minor in _MANYLINUX if glibc >= (2, minor)), None)
     if newest is None:
-        raise ValueError(f"glibc on {platform.place} is older than 2.17, for which there are no wheels")
-    target = f"{python.machine}-manylinux_2_{newest}"
-    key = hashlib.sha256(f"{requirements}\0{version}\0{target}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
+        raise ValueError(f"glibc on {target.platform.place} is older than 2.17, for which there are no wheels")
+    platform = f"{target.python.machine}-manylinux_2_{newest}"
+    key = hashlib.sha256(f"{requirements}\0{version}\0{platform}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
     path = cached("locks", key, "pylock.toml")
     options = "--quiet", "--no-header", "--only-binary=:all:", "--format=pylock.toml"
-    arguments = requirements, *options, f"--python-version={version}", f"--python-platform={target}", f"--output-file={path}"
+    arguments = requirements, *options, f"--python-version={version}", f"--python-platform={platform}", f"--output-file={path}"
     with locked(f"environment-lock-{key[0]}"):
         # The cache of uv suffices mostly. Otherwise uv asks the package index.
         for offline in () if final and os.path.exists(path) else (["--offline"], []):
             try:
-                run_uv(uv, "pip", "compile", *offline, *arguments, directory=os.path.dirname(requirements))
+                run_uv("pip", "compile", *offline, *arguments, directory=os.path.dirname(requirements))
                 break
             except ValueError as error:
-                problem = f"{requirements} cannot be resolved to wheels for {described(platform, python)}: {error}"
+                problem = f"{requirements} cannot be resolved to wheels for {target}: {error}"
                 if not offline:
                     raise ValueError(problem) from None
         with open(path, encoding="utf-8") as file:
             return file.read()
-
-
-# ---- The platform
-
-
-def described(platform: Platform, python: Python) -> str:
-    """Return a platform and a Python in words, for error messages about wheels."""
-    glibc = ".".join(map(str, platform.glibc))
-    return f"{platform.place} (Python {python.version[0]}.{python.version[1]}, glibc {glibc}, {python.machine})"
-
-
-def tags_of(platform: Platform, python: Python) -> list[Any]:
-    """Return the tags (of `packaging.tags`) of wheels that run on the platform with the given Python, the best tag first.
-
-    Tags such as `linux_x86_64` are left out, because such tags do not say which glibc a wheel needs.
-    """
-    from packaging.tags import compatible_tags, cpython_tags
-
-    names = [f"manylinux_2_{minor}_{python.machine}" for minor in range(platform.glibc[1], 4, -1)]
-    for minor, alias in ((17, "manylinux2014"), (12, "manylinux2010"), (5, "manylinux1")):
-        if platform.glibc[1] >= minor:
-            names.append(f"{alias}_{python.machine}")
-    version = python.version[:2]
-    abi = "cp{}{}".format(*version)
-    return [*cpython_tags(version, [abi], names), *compatible_tags(version, abi, names)]
-
-
-def markers_of(python: Python) -> Any:
-    """Return the values of the environment markers (PEP 508) for a Python on Linux, by name."""
-    full = ".".join(map(str, python.version))
-    return {
-        "implementation_name": "cpython",
-        "implementation_version": full,
-        "os_name": "posix",
-        "platform_machine": python.machine,
-        "platform_python_implementation": "CPython",
-        "platform_release": "",
-        "platform_system": "Linux",
-        "platform_version": "",
-        "python_full_version": full,
-        "python_version": ".".join(map(str, python.version[:2])),
-        "sys_platform": "linux",
-    }
 
 
 # ---- The wheels
@@ -157,14 +184,12 @@ def state_of(paths: Iterable[str], directories: Iterable[str]) -> object:
     return stamps, [bundle_directory(directory).name for directory in directories]
 
 
-def runs_on(source: Any, tags: set[Any]) -> bool:
-    """Return True if `source` is a wheel with one of `tags`, or if `source` is not a wheel but source code.
+def runs_on(source: Any, target: Target) -> bool:
+    """Return True if `source` is a wheel that runs on the target, or if `source` is not a wheel but source code.
 
     `source` is an object of `packaging.pylock`, such as `PackageWheel`.
     """
-    from packaging.utils import parse_wheel_filename
-
-    return kind_of(source) != "wheel" or bool(set(parse_wheel_filename(source.filename)[-1]) & tags)
+    return kind_of(source) != "wheel" or target.runs(source.filename)
 
 
 def path_of(top: str, source: Any) -> str:
@@ -180,30 +205,25 @@ def kind_of(source: object) -> str:
     return type(source).__name__.removeprefix("Package").lower()
 
 
-def wheel_of(uv: str, name: str, source: Any, top: str, platform: Platform, python: Python, tags: set[Any]) -> Piece:
+def wheel_of(name: str, source: Any, top: str, target: Target) -> Piece:
     """Return the wheel of a package: the wheel in the lock, or a wheel that this machine builds from the locked sources.
 
     Args:
-        uv: the path of uv on this machine.
         name: the package in words, for error messages.
         source: the place of the wheel or of the sources, as an object of `packaging.pylock`.
         top: the directory from which relative paths in the lock start.
-        platform: the platform on which a built wheel must run.
-        python: the Python on which a built wheel must run.
-        tags: the tags of wheels that run on the platform. A wheel in the lock is not compared with `tags`.
+        target: the platform and the Python on which a built wheel must run. A wheel in the lock is not checked.
 
-    Raises `ValueError` if there can be no wheel for the platform.
+    Raises `ValueError` if there can be no wheel for the target.
     """
     what = kind_of(source)
     if what == "vcs":
         raise ValueError(f"{name} comes from a repository, {source.url}; name a wheel of it, or a directory with its sources")
     if what == "directory":
         path = path_of(top, source)
-        return _built(uv, name, bundle_directory(path).name, lambda: path, platform, python, tags)
+        return _built(name, bundle_directory(path).name, lambda: path, target)
     file = fetched(name, source, top)
-    if file.name.endswith(".whl"):
-        return file
-    return _built(uv, name, file.digest, file.get, platform, python, tags)
+    return file if file.name.endswith(".whl") else _built(name, file.digest, file.get, target)
 
 
 def fetched(name: str, source: Any, top: str) -> Piece:
@@ -262,22 +282,17 @@ def _content(place: str) -> Iterator[bytes]:
             yield data
 
 
-def _built(uv: str, name: str, digest: str, get: Callable[[], str], platform: Platform, python: Python, tags: set[Any]) -> Piece:
+def _built(name: str, digest: str, get: Callable[[], str], target: Target) -> Piece:
     """Return the wheel that this machine builds from a package's sources; an earlier wheel of the same sources is used again.
 
     Args:
-        uv: the path of uv on this machine.
         name: the package in words, for error messages.
         digest: the hash of the sources.
         get: a function that returns the path of the sources; called only if the wheel must be built.
-        platform: the platform, for error messages.
-        python: the Python, for error messages.
-        tags: the tags of wheels that run on the platform.
+        target: the platform and the Python on which the wheel must run.
 
-    Raises `ValueError` if the wheel cannot be built, or does not run on the platform.
+    Raises `ValueError` if the wheel cannot be built, or does not run on the target.
     """
-    from packaging.utils import parse_wheel_filename
-
     directory = os.path.dirname(cached("built", digest[:32], ""))
     with locked(f"environment-built-{digest[0]}"):
         found = [each for each in os.listdir(directory) if each.endswith(".whl")]
@@ -285,40 +300,35 @@ def _built(uv: str, name: str, digest: str, get: Callable[[], str], platform: Pl
             source = get()
             with tempfile.TemporaryDirectory(dir=directory) as work:
                 try:
-                    run_uv(uv, "build", "--wheel", f"--out-dir={work}", source, directory=os.path.dirname(source))
+                    run_uv("build", "--wheel", f"--out-dir={work}", source, directory=os.path.dirname(source))
                 except ValueError as error:
                     raise ValueError(f"{name} has no wheel and cannot be built on this machine: {error}") from None
                 found = [each for each in os.listdir(work) if each.endswith(".whl")]
                 os.replace(os.path.join(work, found[0]), os.path.join(directory, found[0]))
-    if not set(parse_wheel_filename(found[0])[-1]) & tags:
-        where = described(platform, python)
+    if not target.runs(found[0]):
         raise ValueError(
-            f"there is no wheel of {name} for {where}; what this machine builds of it, {found[0]}, does not run there"
+            f"there is no wheel of {name} for {target}; what this machine builds of it, {found[0]}, does not run there"
         )
     return Piece(digest, found[0], lambda: os.path.join(directory, found[0]))
 
 
-def tool_wheel(uv: str, name: str, version: str, platform: Platform, python: Python) -> Piece:
-    """Return the wheel of a tool that installs environments on the platform.
+def tool_wheel(name: str, version: str, target: Target) -> Piece:
+    """Return the wheel of a tool that installs environments on the target.
 
-    `name` is "uv" or "py-rattler", `version` the version of the tool, and `python` the Python that the wheel must fit. `uv` is
-    the path of uv on this machine, which finds the wheel.
+    `name` is "uv" or "py-rattler", and `version` is the version of the tool.
     """
     from packaging.pylock import Pylock
 
     path = cached("requirements", f"{name}-{version}.txt")
     files.write(path, f"{name}=={version}\n".encode(), 0o600)
-    lock = Pylock.from_dict(tomli.loads(compile_requirements(uv, path, platform, python, final=True)))
-    _, source = next(iter(lock.select(environment=markers_of(python), tags=tags_of(platform, python))))
+    lock = Pylock.from_dict(tomli.loads(compile_requirements(path, target, final=True)))
+    _, source = target.select(lock)[0]
     return fetched(name, source, "")
 
 
-def uv_program(uv: str, version: str, platform: Platform, python: Python) -> Piece:
-    """Return the executable of uv for the platform, extracted from the wheel of uv.
-
-    `uv` and `version` are the path and the version of uv on this machine; the result has the same version.
-    """
-    wheel = tool_wheel(uv, "uv", version, platform, python)
+def uv_program(target: Target) -> Piece:
+    """Return the executable of uv for the target, extracted from the wheel of uv; its version is that of uv on this machine."""
+    wheel = tool_wheel("uv", uv_version(), target)
 
     def get() -> str:
         path = cached("uv", wheel.digest[:32], "uv")

@@ -40,7 +40,7 @@ pipes.report_asset_materialization(metadata={"found": json.dumps(sorted(found, k
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of this machine, but for that of uv."""
-    asked = subprocess.run([wheels.find_uv()[0], "cache", "dir"], capture_output=True, text=True, check=True)
+    asked = subprocess.run([wheels.find_uv(), "cache", "dir"], capture_output=True, text=True, check=True)
     monkeypatch.setenv("UV_CACHE_DIR", asked.stdout.strip())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     send._recipes.clear()
@@ -54,7 +54,7 @@ def project(directory: Path, *dependencies: str) -> UvEnvironment:
         '[project]\nname = "study"\nversion = "1"\nrequires-python = ">=3.10"\n'
         f"dependencies = {json.dumps([*dependencies, 'helper'])}\n[tool.uv.sources]\nhelper = {{ path = 'helper' }}\n"
     )
-    subprocess.run([wheels.find_uv()[0], "lock", "--quiet"], cwd=directory, check=True)
+    subprocess.run([wheels.find_uv(), "lock", "--quiet"], cwd=directory, check=True)
     return UvEnvironment(project=str(directory))
 
 

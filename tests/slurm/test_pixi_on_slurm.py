@@ -32,12 +32,11 @@ def locked(directory: Path, python: Python, glibc: tuple[int, ...]) -> list[Pack
     """Ray and what it needs, as a lock file of pixi names it."""
     requirements = directory / "requirements.txt"
     requirements.write_text(f"ray[default]=={version('ray')}\ndagster-pipes=={version('dagster-pipes')}\n")
-    platform = Platform("the stack", MACHINE, glibc, (python,), MACHINE)
-    text = wheels.compile_requirements(wheels.find_uv()[0], str(requirements), platform, python)
+    target = wheels.Target(Platform("the stack", MACHINE, glibc, (python,), MACHINE), python)
+    text = wheels.compile_requirements(str(requirements), target)
     from packaging.pylock import Pylock
 
-    lock, tags = Pylock.from_dict(tomli.loads(text)), wheels.tags_of(platform, python)
-    found = lock.select(environment=wheels.markers_of(python), tags=tags)
+    found = target.select(Pylock.from_dict(tomli.loads(text)))
     return [
         pypi(str(source.url), package.name, str(package.version), sha256=source.hashes["sha256"])  # type: ignore[union-attr]
         for package, source in found

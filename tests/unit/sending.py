@@ -56,7 +56,7 @@ class Cluster:
 
     def lock(self, *dependencies: str, more: str = "", requires: str = ">=3.10") -> UvEnvironment:
         environment = self.write(*dependencies, more=more, requires=requires)
-        command = [wheels.find_uv()[0], "lock", "--quiet", "--offline"]
+        command = [wheels.find_uv(), "lock", "--quiet", "--offline"]
         subprocess.run(command, cwd=self.project, check=True, env={**os.environ, "UV_CACHE_DIR": str(self.base) + "-uv"})
         return environment
 
@@ -84,7 +84,7 @@ def conda_python(tmp_path_factory: pytest.TempPathFactory) -> Package:
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     made = Cluster(tmp_path)
-    small, program = tmp_path / "uv", wheels.find_uv()[0]
+    small, program = tmp_path / "uv", wheels.find_uv()
     small.write_text(f'#!/bin/sh\nexec {program} "$@"\n')
     small.chmod(0o755)
     monkeypatch.setattr(wheels, "uv_program", lambda *_: send.Piece("0" * 64, "uv", lambda: str(small)))

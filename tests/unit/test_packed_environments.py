@@ -39,7 +39,7 @@ def test_venv_pack(cluster: Cluster, tmp_path: Path) -> None:
     prefix, archive = tmp_path / "venv", tmp_path / "environment.tar.gz"
     venv.create(prefix)
     install = "pip", "install", "--offline", "--no-index", "--quiet", "--python", str(prefix / "bin/python")
-    wheels.run_uv(wheels.find_uv()[0], *install, str(wheel(tmp_path, "left")))
+    wheels.run_uv(*install, str(wheel(tmp_path, "left")))
     run("-m", "venv_pack", "--prefix", prefix, "--output", archive)
     made = cluster.send(PackedEnvironment(archive=str(archive)))
     assert says(made, "import sys, left; print(sys.prefix, left.version)") == f"{made} 1.0"

@@ -182,9 +182,9 @@ def test_an_interpreter_is_brought_if_the_cluster_has_none(cluster: Cluster, mon
     environment, real, asked = cluster.lock("left"), wheels.run_uv, []
     full = ".".join(map(str, sys.version_info[:3]))
 
-    def install(program: str, *words: str, directory: str | None = None) -> str:
+    def install(*words: str, directory: str | None = None) -> str:
         if words[:2] != ("python", "install"):
-            return real(program, *words, directory=directory)
+            return real(*words, directory=directory)
         asked.append(words[-1])
         made = Path(words[-2].partition("=")[2], f"cpython-{full}-linux-{MACHINE}-gnu", "bin")
         made.mkdir(parents=True)
@@ -550,10 +550,9 @@ def test_a_full_disk_leaves_no_piece_of_an_export(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "study"\nversion = "1"\nrequires-python = ">=3.8"\n')
-    uv, version = wheels.find_uv()
-    wheels.run_uv(uv, "lock", directory=str(tmp_path))
+    wheels.run_uv("lock", directory=str(tmp_path))
     for name in ("rename", "replace"):
         monkeypatch.setattr(os, name, full)
     with pytest.raises(OSError, match="No space left"):
-        _export(uv, version, str(tmp_path), ())
+        _export(str(tmp_path), ())
     assert not [path for path in (tmp_path / "cache" / "dagster-rayslurm").rglob("*") if path.is_file()]
