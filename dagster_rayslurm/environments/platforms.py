@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..edge import environment as edge
@@ -105,15 +105,12 @@ def common(platforms: Sequence[Platform]) -> Platform:
         if other.machine != first.machine:
             what = f"{first.place} has {first.machine}, and {other.place} has {other.machine}"
             raise ValueError(f"{what}, so that no environment runs on both; use an environment for each that is there already")
-        first = Platform(
+        first = replace(
+            first,
             place=f"{first.place} and {other.place}",
-            machine=first.machine,
             glibc=min(first.glibc, other.glibc),
             pythons=tuple(each for each in first.pythons if each in other.pythons),
             level=min(first.level, other.level),
-            edge_machine=first.edge_machine,
-            edge_pythons=first.edge_pythons,
-            on_node=first.on_node,
         )
     return first
 
