@@ -23,6 +23,8 @@ from ..ssh.base import Connection, check_no_variable, expand_home
 from . import ContainerEnvironment
 from .recipe import Piece, Recipe, activate_script, local_piece
 
+_Mount = tuple[str, ...]  # The source and the target of a mount, and its options if there are any.
+
 PROGRAMS = {"apptainer": "apptainer", "charliecloud": "ch-run", "podman": "podman", "pyxis": "srun"}
 
 REFUSED = 78  # Exit code of the script after an error message of its own (EX_CONFIG in sysexits(3)).
@@ -189,19 +191,24 @@ def send_container(connection: Connection, environment: ContainerEnvironment, ba
     return ensure(container_recipe(environment, image, mounts))
 
 
-def container_recipe(environment: ContainerEnvironment, image: str, mounts: Sequence[str]) -> Recipe:
+def container_recipe(environment: ContainerEnvironment, image: str, mounts: Sequence[_Mount]) -> Recipe:
     """Return the recipe of a prefix with the scripts that start a container of an image.
 
-    `image` is a path on the cluster or, for Pyxis only, a reference to an image in a registry. `mounts` have the form
-    SOURCE:TARGET or SOURCE:TARGET:OPTIONS.
+    `image` is a path on the cluster or, for Pyxis only, a reference to an image in a registry.
     """
     runtime = environment.runtime
     about: dict[str, object] = {"image": environment.image, "path": image, "program": PROGRAMS[runtime]}
-    words = [_BIND[runtime].format(each) for each in mounts]
+    words = [_BIND[runtime].format(":".join(each)) for each in mounts]
     files = {f"slurm/{name}": _PROGRAM for name in ("sacct", "scancel", "scontrol", "sinfo", "squeue")}
     if runtime == "pyxis":
         about["python"] = environment.python or "python3"
-        about["srun"] = pyxis_options(image, [*words, "/tmp:/tmp"], environment.options)
+        about["srun"] = [
+            f"--container-image={image.removeprefix('docker://')}",
+            f"--container-mounts={','.join([*words, '/tmp:/tmp'])}",
+            "--container-mount-home",
+            "--no-container-remap-root",
+            *environment.options,
+        ]
         files = {}
     else:
         values = {
@@ -212,8 +219,8 @@ def container_recipe(environment: ContainerEnvironment, image: str, mounts: Sequ
             "program": [PROGRAMS[runtime]],
             "python": [environment.python or "python3"],
             "serve": [_SERVE],
-            "sources": _places(mounts, 0),
-            "targets": _places(mounts, 1),
+            "sources": [each[0] for each in mounts],
+            "targets": [each[1] for each in mounts],
         }
         script = _HEAD + _OUTSIDE + _SCRIPTS[runtime]
         files["bin/python"] = re.sub("@([a-z]+)@", lambda match: shlex.join(values[match[1]]), script)
@@ -223,37 +230,14 @@ def container_recipe(environment: ContainerEnvironment, image: str, mounts: Sequ
     return Recipe([_write(files)], lambda: None)
 
 
-def pyxis_options(image: str, mounts: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Return the options of Pyxis with which `srun` starts a task inside a container.
-
-    `image` is a path or a reference to an image in a registry. `mounts` have the form SOURCE:TARGET or SOURCE:TARGET:OPTIONS.
-    `options` are further options of srun.
-    """
-    return [
-        f"--container-image={image.removeprefix('docker://')}",
-        f"--container-mounts={','.join(mounts)}",
-        "--container-mount-home",
-        "--no-container-remap-root",
-        *options,
-    ]
-
-
-def _places(mounts: Sequence[str], which: int) -> list[str]:
-    """Return the source (`which` is 0) or the target (`which` is 1) of each mount.
-
-    `mounts` have the form SOURCE:TARGET or SOURCE:TARGET:OPTIONS.
-    """
-    return [each.split(":")[which] for each in mounts]
-
-
-def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str], str]) -> list[str]:
-    """Return the mounts of the base directory `base` and of the environment, as SOURCE:TARGET or SOURCE:TARGET:OPTIONS.
+def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str], str]) -> list[_Mount]:
+    """Return the mounts of the base directory `base` and of the environment.
 
     A mount of files that the container sees anyway, at the same path, is left out. `expand` replaces "~" in a path. Raises
     `ValueError` if a mount of the environment has another form or a relative path, or has OPTIONS although the container runtime
     is Charliecloud.
     """
-    mounts: list[tuple[str, ...]] = []
+    mounts: list[_Mount] = []
     for each in [base, *environment.mounts]:
         parts = [expand(part) if number < 2 else part for number, part in enumerate(each.split(":"))]
         if len(parts) > 3 or not all(part.startswith("/") for part in parts[:2]):
@@ -264,27 +248,27 @@ def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str]
     anyway = [expand("~"), *_SHARED]
     roots = [f"{path.rstrip('/')}/" for path in (*anyway, *(each[0] for each in mounts if each[:1] == each[1:]))]
 
-    def is_needed(mount: tuple[str, ...]) -> bool:
+    def is_needed(mount: _Mount) -> bool:
         """Return False if the container sees the files of `mount` at the same path without the mount.
 
-        `mount` has the source, the target, and options if there are any. The result is True for a mount with options.
+        The result is True for a mount with options.
         """
         path = mount[0]
         return mount[:1] != mount[1:] or not (path in anyway or any(path.startswith(root) for root in roots))
 
-    return [":".join(mount) for mount in dict.fromkeys(mounts) if is_needed(mount)]
+    return [mount for mount in dict.fromkeys(mounts) if is_needed(mount)]
 
 
-def _image_recipe(environment: ContainerEnvironment, mounts: Sequence[str]) -> Recipe | None:
+def _image_recipe(environment: ContainerEnvironment, mounts: Sequence[_Mount]) -> Recipe | None:
     """Return the recipe that puts an image into a prefix; None if the image is on the cluster, or if Pyxis fetches the image.
 
-    `mounts` have the form SOURCE:TARGET or SOURCE:TARGET:OPTIONS; an image for Charliecloud gets a directory for each target.
-    Raises `ValueError` if an image on this machine cannot be read.
+    An image for Charliecloud gets a directory for the target of each of `mounts`. Raises `ValueError` if an image on this machine
+    cannot be read.
     """
     image, runtime = environment.image, environment.runtime
     if image.startswith(("/", "~/")) or (runtime == "pyxis" and not image.startswith("./")):
         return None
-    made = _MADE.format(targets=shlex.join([*_places(mounts, 1), "/tmp"])) if runtime == "charliecloud" else "true"
+    made = _MADE.format(targets=shlex.join([*(each[1] for each in mounts), "/tmp"])) if runtime == "charliecloud" else "true"
     if image.startswith("./"):
         path = os.path.abspath(image)
         try:
