@@ -14,20 +14,21 @@ from .submissions import FETCHED, HANDLE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 SWEPT = ".swept"  # File in the base directory that each sweep touches first; the age of the file tells when the last sweep began.
 BOOKMARK = ".followed"  # Suffix of the file that notes how much of a payload's output on the cluster was shown in Dagster.
 _LEFTOVER = 86400.0  # Seconds after which a file or directory with a temporary name counts as left by a killed process.
 _RUN = "[A-Za-z0-9_.-]+-[0-9a-f]{12}"
-_USED = re.compile(rb"(?:bundles|files|prefixes|runtime)/[A-Za-z0-9_.-]+")
-_NAMED = (
-    ("bundles", "[0-9a-f]{32}"),
-    ("prefixes", "[0-9a-f]{32}-[0-9a-f]{8}"),
-    ("files", "[0-9a-f]{32}"),
-    ("runtime", r"runtime-[0-9a-f]{16}-[A-Za-z0-9_-]+\.pyz"),
-)
-_OURS = ("bundles", "files", "prefixes", "runtime", "runs", "sessions", "submissions")
+# The directories whose entries stay while a run, session or environment uses them, and the form of the names of the entries.
+_NAMED = {
+    "bundles": "[0-9a-f]{32}",
+    "prefixes": "[0-9a-f]{32}-[0-9a-f]{8}",
+    "files": "[0-9a-f]{32}",
+    "runtime": r"runtime-[0-9a-f]{16}-[A-Za-z0-9_-]+\.pyz",
+}
+_USED = re.compile("(?:{})/[A-Za-z0-9_.-]+".format("|".join(_NAMED)).encode())
+_OURS = (*_NAMED, "runs", "sessions", "submissions")
 
 
 def look(base: str, places: "Sequence[str]") -> "tuple[str, str, str, list[str]]":
@@ -221,9 +222,7 @@ class _Sweep:
                     continue
                 if self._is_old(place, name) and not any(_is_recent(path, self._age) for path in inside):
                     self._remove(place, name)
-        for name in self._names("runs", _RUN + re.escape(BOOKMARK)):
-            if self._is_old("runs", name):
-                self._remove("runs", name)
+        self._remove_old("runs", _RUN + re.escape(BOOKMARK))
         return self._removed
 
     @staticmethod
@@ -234,36 +233,29 @@ class _Sweep:
     def run(self) -> "list[str]":
         """Remove all old files of this package, and temporary files of killed processes; returns the removed paths."""
         self.runs()
-        for name in self._names("submissions", "[0-9a-f]{32}", directory=True):
-            if self._is_old("submissions", name) and not any(
-                _is_recent(path, self._age) for path in _below(self._path("submissions", name), 2)
-            ):
-                self._remove("submissions", name)
+        self._remove_old("submissions", "[0-9a-f]{32}", directory=True, depth=2)
         for name in self._names("sessions", _RUN, directory=True):
             self._sweep_session(os.path.join("sessions", name))
-        self.unused([place for place, _ in _NAMED])
-        for name in self._names("environments", "[0-9a-f]{32}"):
-            if self._is_old("environments", name):
-                self._remove("environments", name)
-        for name in self._names("unhealthy", "[A-Za-z0-9][A-Za-z0-9_.-]*"):
-            if self._is_old("unhealthy", name):
-                self._remove("unhealthy", name)
+        self.unused(_NAMED)
+        self._remove_old("environments", "[0-9a-f]{32}")
+        self._remove_old("unhealthy", "[A-Za-z0-9][A-Za-z0-9_.-]*")
         sessions = [os.path.join("sessions", name) for name in self._names("sessions", _RUN, directory=True)]
-        places = ("bundles", "files", "prefixes", "runtime", "environments", "queue", "runs", "unhealthy", "sessions")
-        for place in [*places, *sessions]:
+        for place in [*_NAMED, "environments", "queue", "runs", "unhealthy", "sessions", *sessions]:
             for name in self._names(place, r"\.rs-[0-9a-f]{16}\.[a-z]+"):
                 with contextlib.suppress(OSError):
                     if time.time() - os.lstat(self._path(place, name)).st_ctime > _LEFTOVER:
                         self._remove(place, name)
         return self._removed
 
-    def unused(self, places: "Sequence[str]") -> "list[str]":
+    def unused(self, places: "Iterable[str]") -> "list[str]":
         """Remove the old entries of the directories `places` that no run, session or environment uses; returns the removed paths.
 
         `places` are names in `_NAMED`. The returned list has all paths that this object has removed.
         """
         for place in places:
-            old = [name for name in self._names(place, dict(_NAMED)[place]) if self._is_old(place, name)]
+            # `look` sets the time of a file in this directory, not that of the file's own directory.
+            depth = 1 if place == "files" else 0
+            old = [name for name in self._names(place, _NAMED[place]) if self._is_old(place, name, depth)]
             used = self._used() if old else set()
             for name in old:
                 if place + "/" + (name[:32] if place == "prefixes" else name) not in used:
@@ -290,10 +282,19 @@ class _Sweep:
                     found.append(name)
         return found
 
-    def _is_old(self, place: str, name: str) -> bool:
-        """Return True if the entry `name` of the directory `place` was not used for `age` seconds (see `sweep`)."""
+    def _is_old(self, place: str, name: str, depth: int = 0) -> bool:
+        """Return True if the entry `name` of the directory `place` was not used for `age` seconds (see `sweep`).
+
+        If `depth` is not 0, the same must hold for everything in the entry, down to `depth` levels.
+        """
         path = self._path(place, name)
-        return not any(_is_recent(each, self._age) for each in [path, *(_below(path) if place == "files" else ())])
+        return not any(_is_recent(each, self._age) for each in [path, *(_below(path, depth) if depth else ())])
+
+    def _remove_old(self, place: str, form: str, directory: bool = False, depth: int = 0) -> None:
+        """Remove the old entries of the directory `place`; for `form` and `directory` see `_names`, for `depth` see `_is_old`."""
+        for name in self._names(place, form, directory):
+            if self._is_old(place, name, depth):
+                self._remove(place, name)
 
     def _sweep_session(self, session: str) -> None:
         """Remove the old generations of a session: the numbered directories, each for one Slurm job of the session.
@@ -306,12 +307,9 @@ class _Sweep:
         numbers = sorted(map(int, self._names(session, "[1-9][0-9]{0,8}", directory=True)))
         old = []
         for number in numbers:
-            directory = self._path(session, str(number))
-            young = any(_is_recent(path, self._age) for path in [directory, *_below(directory, 2)])
-            if not young and self._is_over(directory):
+            if self._is_old(session, str(number), depth=2) and self._is_over(self._path(session, str(number))):
                 old.append(number)
-        entries = [self._path(session), *_below(self._path(session))]
-        if numbers and old == numbers and not any(_is_recent(path, self._age) for path in entries):
+        if numbers and old == numbers and self._is_old(*os.path.split(session), depth=1):
             self._retire(*os.path.split(session))
             return
         for number in old:
