@@ -60,24 +60,24 @@ def look(base: str, places: "Sequence[str]") -> "tuple[str, str, str, list[str]]
                 continue
             return "", "", "", []
         if status.st_uid != user:
-            return _name(pwd.getpwuid, status.st_uid), "", "", []
+            return name_of(pwd.getpwuid, status.st_uid), "", "", []
         if status.st_mode & stat.S_IWOTH:
             return "", os.path.normpath(path), "", []
         if name and status.st_mode & stat.S_IWGRP:
             with contextlib.suppress(OSError):
                 os.chmod(path, 0o700)
         elif status.st_mode & (stat.S_IWGRP | stat.S_ISVTX) == stat.S_IWGRP:
-            group = _name(grp.getgrgid, status.st_gid)
+            group = name_of(grp.getgrgid, status.st_gid)
     for place in places:
         with contextlib.suppress(OSError):
             path = os.path.join(base, place)
             os.utime(path)
             if os.stat(path).st_uid == user:
                 found.append(place)
-    return "", "", "" if group == _name(pwd.getpwuid, user) else group, found
+    return "", "", "" if group == name_of(pwd.getpwuid, user) else group, found
 
 
-def _name(entry: "object", number: int) -> str:
+def name_of(entry: "object", number: int) -> str:
     """Return the name of the user or group with the id `number`; the id itself if there is no name.
 
     `entry` is `pwd.getpwuid` for a user, `grp.getgrgid` for a group.

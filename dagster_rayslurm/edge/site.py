@@ -8,7 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from . import files, machine, processes, slurm
+from . import base_directory, files, machine, processes, slurm
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def survey(base: str, questions: "Mapping[str, Sequence[Any]]", timeout: float) 
         machine: the result of `machine.look`.
         shell: the result of a command in the login shell, see `_shell`.
         programs: the result of `programs`.
-        groups: the names of the user's Unix groups.
+        groups: the names of the user's Unix groups; the number of a group without a name.
         answers: for each name in `questions`, a list of the exit code (None if the command took too long), the output, the error
             output, and the duration in seconds; for the name "version", the same for `sbatch --version`.
     """
@@ -51,7 +51,8 @@ def survey(base: str, questions: "Mapping[str, Sequence[Any]]", timeout: float) 
     ]
     for thread in threads:
         thread.start()
-    facts = {"machine": machine.look(expand(base)), "shell": _shell(), "programs": programs(), "groups": _groups()}
+    groups = [base_directory.name_of(grp.getgrgid, number) for number in os.getgroups()]
+    facts = {"machine": machine.look(expand(base)), "shell": _shell(), "programs": programs(), "groups": groups}
     for thread in threads:
         thread.join()
     return dict(facts, answers=answers)
@@ -87,17 +88,6 @@ def _shell() -> "dict[str, Any]":
     code, out, error = processes.run([shell, "-c", "true"], b"", _SHELL_TIMEOUT, environ, files.home())
     out_text, error_text = (text.decode("utf-8", "replace")[:500] for text in (out, error))
     return {"path": shell, "seconds": time.monotonic() - began, "code": code, "out": out_text, "error": error_text}
-
-
-def _groups() -> "list[str]":
-    """Return the names of the Unix groups of this user; the number of a group without a name."""
-    names = []
-    for number in os.getgroups():
-        try:
-            names.append(grp.getgrgid(number).gr_name)
-        except KeyError:
-            names.append(str(number))
-    return names
 
 
 def probe_state(run_dir: str, nodes: int) -> "list[dict[str, Any] | None]":
