@@ -13,7 +13,6 @@ from .sessions import JOB_ID
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from typing import Any
 
 ARRAY = "array-"  # The directories of arrays in the run directory of their step have names of this text and a number.
@@ -67,13 +66,13 @@ def ended(
     rows, texts, size = [], [], 0
     for array, spans in wanted.items():
         directory = os.path.join(run_dir, ARRAY + array)
-        numbers = set(over.get(array, ()))
-        forced = set(numbers)
+        forced = set(over.get(array, ()))
+        unread = {number for first, last in spans for number in range(first, last + 1)}
+        marked = set()  # type: set[int]
         with contextlib.suppress(FileNotFoundError):
             names = os.listdir(directory)
-            marked = sorted(int(name[: -len(_ENDED)]) for name in names if name.endswith(_ENDED) and name[0].isdigit())
-            numbers.update(_within(marked, spans))
-        for number in sorted(numbers):
+            marked.update(int(name[: -len(_ENDED)]) for name in names if name.endswith(_ENDED) and name[0].isdigit())
+        for number in sorted(forced | (marked & unread)):
             if size > limit:
                 break
             path = os.path.join(directory, str(number))
@@ -92,20 +91,6 @@ def ended(
 def touch(path: str) -> None:
     """Set the modification time of a directory to now."""
     os.utime(path)
-
-
-def _within(numbers: "Sequence[int]", spans: "Sequence[Sequence[int]]") -> "list[int]":
-    """Return the items of `numbers` that lie in one of `spans`. A span is a pair of the first and the last number.
-
-    Both arguments are in ascending order.
-    """
-    found, place = [], 0
-    for number in numbers:
-        while place < len(spans) and spans[place][1] < number:
-            place += 1
-        if place < len(spans) and spans[place][0] <= number:
-            found.append(number)
-    return found
 
 
 def _tail(path: str) -> bytes:
