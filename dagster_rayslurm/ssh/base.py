@@ -126,6 +126,13 @@ class Connection(ABC):
         """
 
     @abstractmethod
+    def interact(self, command: Sequence[str]) -> int:
+        """Run a command with this process's terminal or, without a terminal, with this process's standard input and output.
+
+        Returns the command's exit code, 128 + N if the signal N has killed the command.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Log out. The next use of the connection logs in again."""
 
@@ -185,14 +192,6 @@ class Connection(ABC):
         if code is None:
             raise TimeoutError(f"{self.place}: {shlex.join(command)[:200]} took over {timeout:g} s and was ended")
         return Completed(code, out, err)
-
-    def interact(self, command: Sequence[str]) -> int:
-        """Run a command with this process's terminal or, without a terminal, with this process's standard input and output.
-
-        Returns the command's exit code, 128 + N if the signal N has killed the command. Raises `OSError` if this kind of
-        connection cannot run such commands.
-        """
-        raise OSError(f"{self.place}: this connection has no terminals; {shlex.join(command)[:200]} cannot be run")
 
     def home(self) -> str:
         """Returns the home directory of the user who is logged in; raises `OSError` if the account has none."""

@@ -283,12 +283,13 @@ def _in_thread(work: Callable[[], T]) -> Answer:
     return answer
 
 
-def _pump(client: socket.socket, channel: Stream) -> None:
-    """Copy bytes from `client` to a command until `client` ends, and then close `channel`, the command's input."""
+def copy_data(receive: Callable[[int], bytes], send: Callable[[bytes], Any], end: Callable[[], Any]) -> None:
+    """Copy data from `receive` to `send` until `receive` returns b"" or one of them fails; then call `end`."""
     with contextlib.suppress(OSError, EOFError):
-        while data := client.recv(_BUFFER):
-            channel.sendall(data)
-    channel.close()
+        while data := receive(_BUFFER):
+            send(data)
+    with contextlib.suppress(OSError, EOFError):
+        end()
 
 
 class SSHConnection(Connection):
@@ -429,7 +430,8 @@ class SSHConnection(Connection):
                 transport = self._logged_in()
             channel = next(iter(transport.start(command)))
             with contextlib.closing(channel):
-                threading.Thread(target=_pump, args=(client, channel), name="rayslurm-stream", daemon=True).start()
+                upward = (client.recv, channel.sendall, channel.close)
+                threading.Thread(target=copy_data, args=upward, name="rayslurm-stream", daemon=True).start()
                 while data := channel.recv(_BUFFER):
                     client.sendall(data)
 

@@ -18,7 +18,7 @@ import paramiko
 
 from . import errors, login, terminal
 from .base import ConnectionFailed
-from .connection import Refused
+from .connection import Refused, copy_data
 from .fields import SSHLogin, key_path
 from .openssh import master_command
 
@@ -28,7 +28,6 @@ _ATTEMPT = 4.0
 _OPEN_TIMEOUT = 60.0  # Seconds for the server to open a channel.
 _SETTLE = 0.3  # Seconds that paramiko may take from the end of the channels to the end of the transport.
 _WINDOW, _PACKET = 8 * 1024 * 1024, 64 * 1024  # Bytes that the server may send ahead on a channel, and in one message.
-_BUFFER = 65536  # Bytes to receive at once.
 _ADMINISTRATIVELY_PROHIBITED, _CONNECT_FAILED = 1, 2  # RFC 4254, section 5.1
 
 # Private keys to try if no key is configured, after those of the agent.
@@ -315,9 +314,9 @@ class ParamikoTransport:
             raise errors.failed(self.ssh, f"{host}:{port} cannot be reached from there ({error.text})", temporary=True) from None
         with contextlib.closing(channel):
             upward = (client.recv, channel.sendall, channel.shutdown_write)
-            thread = threading.Thread(target=_copy, args=upward, daemon=True)
+            thread = threading.Thread(target=copy_data, args=upward, daemon=True)
             thread.start()
-            _copy(channel.recv, client.sendall, lambda: client.shutdown(socket.SHUT_WR))
+            copy_data(channel.recv, client.sendall, lambda: client.shutdown(socket.SHUT_WR))
             thread.join()
 
     def interact(self, command: str) -> int:
@@ -399,12 +398,3 @@ class _Packetizer(paramiko.packet.Packetizer):  # type: ignore[misc]
         message = super().read_message()
         self.last_message = time.monotonic()
         return message
-
-
-def _copy(receive: Callable[[int], bytes], send: Callable[[bytes], Any], end: Callable[[], Any]) -> None:
-    """Copy data from `receive` to `send` until `receive` returns b"" or one of them fails; then call `end`."""
-    with contextlib.suppress(OSError, EOFError):
-        while data := receive(_BUFFER):
-            send(data)
-    with contextlib.suppress(OSError, EOFError):
-        end()
