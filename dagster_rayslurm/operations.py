@@ -192,7 +192,8 @@ def submit_and_leave(
     pipes_context = submitted.pipes_context_of(step, name, partition_key, run_id, extras)
     handle = submitted.submit_and_leave(step, plan, backend, resource, pipes_context, handle, log)
     if op_context is not None:
-        announce(op_context, Layout.here(resource.local_base).base, handle, plan, handle.run, backend.connection)
+        base = Layout.here(resource.local_base).base
+        announce(op_context, base, handle.job_id, handle.cluster_id, plan.ray, handle.run, backend.connection)
     return handle
 
 

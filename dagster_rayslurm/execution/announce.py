@@ -8,13 +8,13 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import dagster as dg
 from dagster._core.events import EngineEventData
 
 from ..errors import TROUBLES
-from ..plan import Plan
+from ..runtime.protocol.spec import RaySpec
 from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
 
@@ -30,18 +30,14 @@ _dropped: set[tuple[str, str]] = set()
 _TRIES = 5  # Tries to write tags that a step on another host overwrites at the same moment.
 
 
-class Announced(Protocol):
-    """An object with the ids of a Slurm job and of its Ray cluster: a payload, a job array, or the handle of a submitted run."""
-
-    @property
-    def job_id(self) -> str | None: ...
-
-    @property
-    def cluster_id(self) -> str: ...
-
-
 def announce(
-    context: dg.OpExecutionContext, base: Path, running: Announced, plan: Plan, run_name: str, connection: Connection
+    context: dg.OpExecutionContext,
+    base: Path,
+    job_id: str | None,
+    cluster_id: str,
+    ray: RaySpec | None,
+    run_name: str,
+    connection: Connection,
 ) -> None:
     """Show a payload's Slurm job in Dagster, by tags of the Dagster run and an event of the step.
 
@@ -51,29 +47,30 @@ def announce(
     Args:
         context: The context of the step.
         base: The path of the base directory on this machine, for a lock file.
-        running: The payload or the handle of a submitted run; its job id is None or "" without a Slurm job.
-        plan: The plan of the payload.
+        job_id: The id of the Slurm job; None or "" without a Slurm job.
+        cluster_id: The id of the payload's Ray cluster.
+        ray: The settings of the Ray cluster; None if the event shall name no Ray cluster.
         run_name: The name of the run directory.
         connection: The connection to the cluster. The name of the cluster becomes a tag.
     """
-    if not running.job_id:
+    if not job_id:
         return
     place = socket.gethostname() if isinstance(connection, LocalConnection) else connection.place
     step = context.get_step_execution_context().step.key
-    said: dict[str, Any] = {"Slurm job ID": running.job_id, "Slurm cluster": place, "Ray cluster ID": running.cluster_id}
-    if plan.ray is None:
-        del said["Ray cluster ID"]
-    elif plan.ray.dashboard:
+    said: dict[str, Any] = {"Slurm job ID": job_id, "Slurm cluster": place}
+    if ray is not None:
+        said["Ray cluster ID"] = cluster_id
+    if ray is not None and ray.dashboard:
         elsewhere = "if the terminal does not know the cluster, add --from MODULE:RESOURCE"
         said["Ray dashboard"] = f"rayslurm dashboard --wait {run_name} ({elsewhere})"
     said["Troubleshooting"] = dg.MetadataValue.url(f"{TROUBLES}#warnings-in-the-event-log")
     try:
         own = step if _has_several_steps(context.instance, context.run.execution_plan_snapshot_id) else None
-        write_tags(context.instance, context.run_id, job_tags(running.job_id, place, own), base)
-        message = f"[rayslurm] Slurm job {running.job_id} on {place} runs {step}"
+        write_tags(context.instance, context.run_id, job_tags(job_id, place, own), base)
+        message = f"[rayslurm] Slurm job {job_id} on {place} runs {step}"
         context.instance.report_engine_event(message, context.run, EngineEventData(said), step_key=step)
     except Exception as error:  # noqa: BLE001 - the storage may raise anything, and the payload runs
-        context.log.warning(f"[rayslurm] the run has no tag for Slurm job {running.job_id}: {error}")
+        context.log.warning(f"[rayslurm] the run has no tag for Slurm job {job_id}: {error}")
 
 
 def drop_inherited_tags(context: dg.OpExecutionContext, base: Path) -> None:

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import dagster as dg
@@ -198,10 +198,9 @@ class _ArrayRun:
     def _announce(self) -> None:
         arrays = self.arrays_made
         if arrays.running:
-            job = arrays.running[-1].job
-            running = _Announced(job.job_id, arrays.cluster_id)
-            base = Layout.here(self.resource.local_base).base
-            announce(self.context, base, running, replace(self.launch.plan, ray=None), self.launch.name, self.connection)
+            base, job_id = Layout.here(self.resource.local_base).base, arrays.running[-1].job.job_id
+            # Each element of the array has a Ray cluster of its own, so the event names none.
+            announce(self.context, base, job_id, arrays.cluster_id, None, self.launch.name, self.connection)
 
     def _follow(self, raise_ignored: Any) -> None:
         """Watch the arrays and submit further arrays, until all partitions have ended or a whole array was cancelled.
@@ -390,11 +389,3 @@ class _ArrayRun:
         if self.launch.plan.secret_env and self.arrays is not None:
             for array in self.arrays.running:
                 discard(self.connection, os.path.join(array.directory, SECRETS))
-
-
-@dataclass(frozen=True)
-class _Announced:
-    """The ids of a job array, for `announce`."""
-
-    job_id: str
-    cluster_id: str

@@ -37,7 +37,7 @@ from ..runtime.protocol.record import SECRETS, component_dir
 from ..separate.together import ReportMerger, failures_metadata, judge_components, metadata_of_all
 from ..slurm.accounting import relevant_lines
 from ..slurm.shared_queue import SlurmUnanswered
-from ..ssh.base import Connection, ConnectionFailed
+from ..ssh.base import ConnectionFailed
 from ..ssh.local import LocalConnection
 from .announce import announce
 from .files import discard, fetch_outputs, missing_output_warnings, sweep_old_files
@@ -120,8 +120,7 @@ def executing(
         plans = {None: launch.plan}
     writers = sum(each.uses_pipes for each in plans.values())
     pipes = RecordPipes(context, max(1, writers))
-    interrupts = partial(mark_canceling, context), partial(is_service_stop, context)
-    run = PayloadRun(context.log, backend, resource, launch, plans, *interrupts, partial(announce, context, home.base))
+    run = PayloadRun(context.log, backend, resource, launch, plans, context)
     with pipes.session(extras, writers > 0) as session:
         pipes_context, handler = pipes.pipes_context, pipes.handler
         if partitions:
@@ -190,18 +189,14 @@ class FollowedPayload:
 
 @dataclass
 class PayloadRun:
-    """Runs the payloads of one step, from their start to the verdict. Of Dagster, it uses only the log and the Pipes messages."""
+    """Runs the payloads of one step, or of one call without Dagster, from their start to the verdict."""
 
     log: Any
     backend: Backend
     resource: ComputeFields
     launch: Launch
     plans: Mapping[Any, Plan]  # By component, in the order of the components in the job.
-    on_interrupt: Callable[[], None] = lambda: None  # Called when a person has pressed Ctrl-C.
-    # Returns True if an interrupt means that this Dagster process is stopped from outside, and False if a person ends the run.
-    is_service_stop: Callable[[BaseException], bool] = lambda _: False
-    # Called with the first payload as soon as it has started, its plan, the name of the run directory and the connection.
-    on_start: Callable[[RunningPayload, Plan, str, Connection], None] = lambda *_: None
+    context: dg.OpExecutionContext | None = None  # The context of the step; None without Dagster.
     # Called when all payloads have succeeded; returns a further verdict, such as a failure if partitions are missing.
     verdict: Callable[[], Verdict] = lambda: SUCCESS
     payloads: dict[Component, FollowedPayload] = field(default_factory=dict)  # Those that have started.
@@ -318,7 +313,7 @@ class PayloadRun:
                     with start_errors():
                         start(register)
                     # Not in `register`: an interrupt there would cancel the job, also where it has to go on.
-                    self.on_start(self.first.running, self.first.plan, self.launch.name, self.backend.connection)
+                    self._announce()
                     followed = [(each.follower, partial(self._poll, each, raise_ignored)) for each in self.payloads.values()]
                     yield Following(followed)
             except GeneratorExit:  # The steps are given up, as at the death of this process.
@@ -349,6 +344,13 @@ class PayloadRun:
         finally:
             if not self.detached:
                 self._release()
+
+    def _announce(self) -> None:
+        """Show the Slurm job of the first payload in Dagster."""
+        if self.context is not None:
+            base, running, ray = Layout.here(self.resource.local_base).base, self.first.running, self.first.plan.ray
+            name, connection = self.launch.name, self.backend.connection
+            announce(self.context, base, running.job_id, running.cluster_id, ray, name, connection)
 
     def judge(self, payload: FollowedPayload) -> Judged:
         """Judge a payload that has ended, and copy the payload's output files to this machine.
@@ -447,7 +449,7 @@ class PayloadRun:
         ends_with_run = self.resource.mode == ExecutionMode.SLURM_SESSION and self.resource.session.scope == "run"
         if self.resource.on_service_stop != DETACH or ends_with_run or not self.launch.lasts or not self.payloads:
             return False
-        if not self.is_service_stop(interrupt):
+        if self.context is None or not is_service_stop(self.context, interrupt):
             return False
         self.log.warning(
             f"[rayslurm] this Dagster process is stopped, and Slurm job {self.first.running.job_id} goes on: the next attempt at "
@@ -466,8 +468,8 @@ class PayloadRun:
         payloads, log = list(self.payloads.values()), self.log
         for each in payloads:
             each.evidence.interrupted = True
-        if isinstance(interrupt, INTERRUPTS) and has_terminal():
-            self.on_interrupt()
+        if self.context is not None and isinstance(interrupt, INTERRUPTS) and has_terminal():
+            mark_canceling(self.context)
         if not payloads:
             return
         log.warning(f"[rayslurm] ending the payload{'s' * (len(payloads) > 1)}: {type(interrupt).__name__}")

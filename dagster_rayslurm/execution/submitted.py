@@ -40,9 +40,7 @@ from ..slurm.shared_queue import QueueSnapshot, listed_snapshot, squeue_command
 from ..slurm.states import TERMINAL
 from ..slurm.submit import cancel_named, find_job
 from ..ssh.base import Connection
-from .announce import announce
 from .files import discard, sweep_old_files
-from .interrupts import is_service_stop, mark_canceling
 from .reattach import Launch
 from .run import PayloadRun, Steps, start_errors
 from .terminal import pipes_context
@@ -230,9 +228,7 @@ def reattaching(
         patience=backend.patience, handle=handle,
     )  # fmt: skip
     pipes = RecordPipes(context)
-    interrupts = partial(mark_canceling, context), partial(is_service_stop, context)
-    on_start = partial(announce, context, Layout.here(resource.local_base).base)
-    run = PayloadRun(context.log, follower, kept, launch, {None: plan}, *interrupts, on_start)
+    run = PayloadRun(context.log, follower, kept, launch, {None: plan}, context)
     with pipes.session(None, plan.uses_pipes) as session:
         try:
             metadata = yield from run.completing(pipes.pipes_context, pipes.handler, lambda _: None)

@@ -46,12 +46,11 @@ def test_two_processes_that_tag_a_run_lose_no_job(tmp_path: Path) -> None:
 
 
 def test_the_event_of_a_job_says_how_its_dashboard_is_found(tmp_path: Path) -> None:
-    running: Any = SimpleNamespace(job_id="17", cluster_id="slurm-abcd")
-    plan: Any = SimpleNamespace(ray=SimpleNamespace(dashboard=True))
+    ray: Any = SimpleNamespace(dashboard=True)
 
     @dg.asset
     def scores(context: dg.AssetExecutionContext) -> None:
-        announce(context.op_execution_context, tmp_path, running, plan, "0000aaaa-scores-0001", LocalConnection())
+        announce(context.op_execution_context, tmp_path, "17", "slurm-abcd", ray, "0000aaaa-scores-0001", LocalConnection())
 
     with dg.DagsterInstance.local_temp(str(tmp_path), overrides={"telemetry": {"enabled": False}}) as instance:
         run_id = dg.materialize([scores], instance=instance).run_id
@@ -67,9 +66,7 @@ def test_a_re_executed_run_is_not_found_by_the_job_of_its_parent(tmp_path: Path)
     @dg.asset
     def scores(context: dg.AssetExecutionContext, compute: ComputeResource) -> None:
         if not context.run.parent_run_id:
-            running: Any = SimpleNamespace(job_id="17", cluster_id="slurm-abcd")
-            plan: Any = SimpleNamespace(ray=None)
-            announce(context.op_execution_context, tmp_path, running, plan, "0000aaaa-scores-0001", LocalConnection())
+            announce(context.op_execution_context, tmp_path, "17", "slurm-abcd", None, "0000aaaa-scores-0001", LocalConnection())
         compute.run(context=context, payload_path=tmp_path / "missing.py")
 
     compute = ComputeResource(local_base=str(tmp_path), default_launcher=BashLauncher())
