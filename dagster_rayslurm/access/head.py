@@ -20,7 +20,6 @@ from ..runtime.protocol.rpc import call
 from ..runtime.protocol.spec import ClusterAccess
 from ..slurm.steps import step_on_head
 from ..ssh.base import Backoff, Connection, ConnectionFailed
-from .proxy import Unanswered
 
 T = TypeVar("T")
 
@@ -39,6 +38,10 @@ _MOST_NOISE = 65536  # Bytes that a shell and srun may print before the relay's 
 
 class ClusterEnded(Exception):
     """Raised when a cluster has ended, or can no longer be reached; the text is one sentence."""
+
+
+class Unanswered(Exception):
+    """Raised when a request that must not be sent twice may have reached the service, and gets no answer."""
 
 
 def open_relay(connection: Connection, access: ClusterAccess) -> tuple[socket.socket, bool]:

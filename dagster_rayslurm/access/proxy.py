@@ -12,8 +12,8 @@ import hmac
 import re
 import secrets
 from dataclasses import dataclass
-from typing import Protocol
 
+from .head import Head, Unanswered
 from .peer import is_own
 
 _HEAD_TIMEOUT = 30.0  # Seconds in which a client sends the head of its request.
@@ -28,25 +28,6 @@ _DROPPED = frozenset(
     b"x-rayslurm-secret".split()
 )
 SECRET_HEADER = "X-Rayslurm-Secret"
-
-
-class Unanswered(Exception):
-    """Raised when a request that must not be sent twice may have reached the service, and gets no answer."""
-
-
-class Upstream(Protocol):
-    """The methods of `head.Head`, the stream to the head node, that the proxy calls."""
-
-    async def until_ready(self, timeout: float) -> None:
-        """Waits until `forward` may be called; raises asyncio.TimeoutError if this takes longer than `timeout` seconds."""
-
-    async def forward(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Sends the request `first` to the service, then copies data both ways between the service and a client.
-
-        `reader` and `writer` are the streams of the client. Returns True at the end of the copying, or if the client has left.
-        Returns False, with nothing sent to the client, if `first` got no answer and may be sent again. Raises Unanswered, with
-        nothing sent to the client, if `first` got no answer and must not be sent again.
-        """
 
 
 @dataclass(frozen=True)
@@ -125,7 +106,7 @@ def rewritten(head: bytes, secret: str, token: str, port: int, strips: bool = Tr
 class Proxy:
     """An HTTP server on the loopback address of this machine that serves one HTTP port of a cluster's head node."""
 
-    def __init__(self, upstream: Upstream, token: str, port: int, secret: str | None = None) -> None:
+    def __init__(self, upstream: Head, token: str, port: int, secret: str | None = None) -> None:
         """Creates a proxy for the service that `upstream` reaches at `port`; requests to the service get the token `token`.
 
         `secret` is the first part of all paths of the service. If `secret` is None, the paths have no such part; the proxy then
