@@ -21,7 +21,7 @@ from ..errors import FailureKind, StartError
 from ..failures import RunFailure
 from ..follow import Evidence
 from ..follow.follower import RecordState
-from ..outcome import needs_job_facts
+from ..outcome.verdict import needs_job_facts
 from ..plan import Plan
 from ..runtime.node.allocation import expand_nodelist
 from ..runtime.payload.partition_runner import PARTITIONS, Chunk

@@ -20,7 +20,7 @@ from ..archive import install_runtime
 from ..components import on_one_machine
 from ..environments import Interpreter
 from ..follow import Cadence, Evidence
-from ..outcome import exit_in_words
+from ..outcome.verdict import exit_in_words
 from ..plan import Plan
 from ..runtime.node import resources
 from ..runtime.node.resources import Footprint, footprint_error, node_footprint

@@ -19,7 +19,7 @@ from ..backends.sessions.local import end_session
 from ..execution.files import discard
 from ..execution.terminal import NOT_THE_PAYLOAD, TerminalPipes, exit_code
 from ..follow import Cadence, Evidence, Follower, follow_all
-from ..outcome import judge
+from ..outcome.verdict import judge
 from ..runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME_LOG, SECRETS, LineReader, component_dir, node_log
 from ..runtime.protocol.spec import PayloadSpec
 from ..slurm.request import LOG

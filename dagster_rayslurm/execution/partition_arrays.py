@@ -25,7 +25,7 @@ from ..errors import FailureKind, StartError
 from ..failures import CompletedRun, RunFailure
 from ..follow.follower import WARNING_PHASES
 from ..follow.forward import OutputWriter, RecordPipes
-from ..outcome import unhealthy_nodes
+from ..outcome.verdict import unhealthy_nodes
 from ..plan import Plan
 from ..runtime.payload.partition_runner import span_of, title_of
 from ..runtime.protocol.record import SECRETS, STATUS

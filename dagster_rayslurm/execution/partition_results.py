@@ -23,7 +23,7 @@ from ..errors import FailureKind
 from ..failures import CompletedRun
 from ..follow import Evidence
 from ..follow.forward import RecordPipes
-from ..outcome import SUCCESS, Verdict, judge, with_hint
+from ..outcome.verdict import SUCCESS, Verdict, judge, with_hint
 from ..plan import Plan
 from ..runtime.payload.partition_runner import METHOD, PARTITIONS, Chunk, span_of
 from .reattach import retried_runs

@@ -30,8 +30,8 @@ from ..failures import CompletedRun, RunFailure
 from ..follow import Evidence, Follower, Following
 from ..follow.forward import RecordPipes
 from ..follow.hub import Followed, follow_in_hub
-from ..outcome import SUCCESS, Judged, Verdict, judge, needs_job_facts, unhealthy_nodes, with_hint
 from ..outcome.metadata import Metadata, failure_metadata, run_metadata, timeline_metadata
+from ..outcome.verdict import SUCCESS, Judged, Verdict, judge, needs_job_facts, unhealthy_nodes, with_hint
 from ..plan import Plan
 from ..runtime.protocol.record import SECRETS, component_dir
 from ..separate.together import ReportMerger, failures_metadata, judge_components, metadata_of_all

@@ -28,8 +28,8 @@ from ..failures import CompletedRun
 from ..follow import Evidence
 from ..follow.forward import RecordPipes
 from ..handle import RunHandle
-from ..outcome import Verdict, judge, needs_job_facts, with_hint
 from ..outcome.metadata import Metadata, run_metadata
+from ..outcome.verdict import Verdict, judge, needs_job_facts, with_hint
 from ..plan import Plan, run_dir_name
 from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, SECRETS, STDIO, LineReader

@@ -27,7 +27,7 @@ _OUTPUT_CHUNK = 4096  # Most characters that are kept of each chunk of output; `
 
 @dataclass
 class Evidence:
-    """The facts about one payload that are known so far, from which `outcome.judge` makes the verdict."""
+    """The facts about one payload that are known so far, from which `outcome.verdict.judge` makes the verdict."""
 
     end: Record | None = None  # The last record of the payload, which says how the payload ended.
     started_at: float | None = None  # When the runtime accepted the payload, by the clock of the runtime's node.

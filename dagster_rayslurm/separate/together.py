@@ -14,9 +14,9 @@ from typing import Any
 import dagster as dg
 
 from ..errors import FailureKind, may_retry
-from ..outcome import SUCCESS, Judged, Verdict, judge_job
 from ..outcome.metadata import Metadata, cpus_of, failure_metadata, ray_logs
 from ..outcome.pictures import MIB
+from ..outcome.verdict import SUCCESS, Judged, Verdict, judge_job
 from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import Record, component_dir
 

@@ -16,7 +16,7 @@ from dagster_pipes import encode_param
 from dagster_rayslurm import RayLauncher
 from dagster_rayslurm.execution.partitions import with_runner
 from dagster_rayslurm.follow import Evidence
-from dagster_rayslurm.outcome import judge
+from dagster_rayslurm.outcome.verdict import judge
 from dagster_rayslurm.plan import make_plan
 from dagster_rayslurm.runtime.payload import partition_runner
 from dagster_rayslurm.runtime.protocol.record import encode

@@ -34,7 +34,7 @@ from dagster_rayslurm.execution import run as execution
 from dagster_rayslurm.execution.run import PayloadRun, drive, start_errors
 from dagster_rayslurm.failures import RunFailure
 from dagster_rayslurm.follow import Following, follow_all
-from dagster_rayslurm.outcome import Verdict
+from dagster_rayslurm.outcome.verdict import Verdict
 from dagster_rayslurm.plan import Plan, make_plan
 from dagster_rayslurm.runtime.protocol.record import CANCEL, EXIT, RunRecord
 

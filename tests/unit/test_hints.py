@@ -3,7 +3,7 @@
 import pytest
 
 from dagster_rayslurm.follow import Evidence
-from dagster_rayslurm.outcome import Verdict, with_hint
+from dagster_rayslurm.outcome.verdict import Verdict, with_hint
 
 
 def hint(said: str) -> str:

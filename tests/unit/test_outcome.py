@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dagster_rayslurm.errors import FailureKind
 from dagster_rayslurm.failures import RunFailure
 from dagster_rayslurm.follow import Evidence
-from dagster_rayslurm.outcome import exit_in_words, judge, signal_name
+from dagster_rayslurm.outcome.verdict import exit_in_words, judge, signal_name
 from dagster_rayslurm.slurm.accounting import JobFacts
 
 

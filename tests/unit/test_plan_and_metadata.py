@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from dagster_rayslurm.errors import FailureKind
 from dagster_rayslurm.follow import Evidence
-from dagster_rayslurm.outcome import Judged, Verdict
 from dagster_rayslurm.outcome.metadata import failure_metadata, run_metadata
 from dagster_rayslurm.outcome.pictures import usage_chart
+from dagster_rayslurm.outcome.verdict import Judged, Verdict
 from dagster_rayslurm.plan import existing_files, parse_payload, run_dir_name
 from dagster_rayslurm.separate.together import failures_metadata
 from dagster_rayslurm.slurm.accounting import JobFacts

@@ -27,7 +27,7 @@ from dagster_rayslurm.execution.run import PayloadRun, drive
 from dagster_rayslurm.failures import RunFailure
 from dagster_rayslurm.follow import Cadence, Evidence, Follower, follow_all
 from dagster_rayslurm.follow.forward import OutputWriter, RecordPipes
-from dagster_rayslurm.outcome import SUCCESS, Judged, Verdict, judge
+from dagster_rayslurm.outcome.verdict import SUCCESS, Judged, Verdict, judge
 from dagster_rayslurm.plan import Plan, by_component, make_plan
 from dagster_rayslurm.runtime.node.allocation import from_environ, select_component
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, STDIO, encode

@@ -13,7 +13,7 @@ from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.sessions import payload as session_payload
 from dagster_rayslurm.backends.sessions.payload import SessionPayload
 from dagster_rayslurm.follow import Evidence
-from dagster_rayslurm.outcome import judge, needs_job_facts
+from dagster_rayslurm.outcome.verdict import judge, needs_job_facts
 from dagster_rayslurm.runtime.protocol.record import encode
 from dagster_rayslurm.ssh.base import ConnectionLost
 from dagster_rayslurm.ssh.local import LocalConnection

@@ -7,7 +7,7 @@ import pytest
 
 from dagster_rayslurm.errors import FailureKind
 from dagster_rayslurm.follow import Evidence
-from dagster_rayslurm.outcome import judge, needs_job_facts
+from dagster_rayslurm.outcome.verdict import judge, needs_job_facts
 from dagster_rayslurm.slurm.accounting import JobFacts, combine
 
 END: dict[str, Any] = {"type": "end", "reason": "exit", "exit_code": 0, "signal": None, "message": None}

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm.follow import Evidence
-from dagster_rayslurm.outcome import judge
-from dagster_rayslurm.outcome.verdict import exception_in_words, read_traceback, traceback_of
+from dagster_rayslurm.outcome.verdict import exception_in_words, judge, read_traceback, traceback_of
 
 SAID: dict[str, Any] = json.loads(Path(__file__).with_name("python_said").joinpath("exceptions.json").read_text())
 """By payload: what Pipes told of its exception, or its standard error."""

@@ -20,8 +20,8 @@ from dagster_pipes import PipesContextData
 from ...errors import FailureKind, UnhealthyNode
 from ...failures import RunFailure
 from ...follow import Cadence, Evidence
-from ...outcome import judge, judge_job, unhealthy_nodes
 from ...outcome.metadata import failure_metadata
+from ...outcome.verdict import judge, judge_job, unhealthy_nodes
 from ...plan import Plan
 from ...runtime.protocol.record import RUNTIME_LOG, tail_file
 from ...slurm.accounting import relevant_lines
