@@ -61,7 +61,7 @@ def _resolver(
         try:
             return make(_rendered(context, value))
         except (TypeError, ValueError) as error:
-            raise ValueError(one_sentence(error) if isinstance(error, ValueError) else str(error)) from None
+            raise ValueError(one_sentence(error)) from None
 
     more = {"properties": schema, "additionalProperties": False} if schema else None
     return dg.Resolver(resolve, model_field_type=of, description=description, json_schema_extra=more)

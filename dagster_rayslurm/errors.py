@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -53,7 +55,7 @@ def without_colours(text: str) -> str:
     return _ESCAPE_CODES.sub("", text)
 
 
-def one_sentence(error: ValueError) -> str:
+def one_sentence(error: Exception) -> str:
     """Returns the message of an error; for a pydantic error, one line with the name and the problem of each invalid field."""
     if not isinstance(error, ValidationError):
         return str(error)
@@ -62,6 +64,19 @@ def one_sentence(error: ValueError) -> str:
         field, problem = ".".join([error.title, *map(str, each["loc"])]), each["msg"].removeprefix("Value error, ")
         sentences.append(problem if problem.startswith(f"{field} ") else f"{field}: {problem}")
     return "; ".join(sentences)
+
+
+@contextmanager
+def named_errors(where: str) -> Iterator[None]:
+    """Context manager that turns a TypeError or ValueError of the block into a ValueError with a message of one sentence.
+
+    The message is `where`, a colon and the text of the original error. `where` names the configuration in which the error is,
+    such as "cluster 'a' in rayslurm.toml".
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {one_sentence(error)}") from None
 
 
 class UnhealthyNode(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import dagster as dg
 
 from .compute import ComputeResource
-from .errors import one_sentence
+from .errors import named_errors
 from .slurm.config import HetComponent, SlurmResource
 from .ssh.config import SSHConnectionResource
 
@@ -20,7 +20,7 @@ def resource_from(table: Mapping[str, Any], where: str) -> ComputeResource:
     `dg.EnvVar("NAME")`. The key `kind` in the table of a launcher or environment names the class of the launcher or environment.
     """
     fields = with_variables(dict(table))
-    try:
+    with named_errors(where):
         # Dagster turns tables into resources and configurations.
         if isinstance(slurm := fields.get("slurm"), dict):
             ssh = slurm.get("ssh")
@@ -28,10 +28,6 @@ def resource_from(table: Mapping[str, Any], where: str) -> ComputeResource:
         fields = with_kinds(ComputeResource, fields)
         fields["components"] = [HetComponent(**with_kinds(HetComponent, each)) for each in fields.get("components", [])]
         return ComputeResource(**fields)
-    except TypeError as error:
-        raise ValueError(f"{where}: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{where}: {one_sentence(error)}") from None
 
 
 def _login(fields: Mapping[str, Any]) -> SSHConnectionResource:

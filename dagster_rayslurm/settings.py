@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import dagster as dg
 
 from .config import StrictConfig
-from .errors import one_sentence
+from .errors import named_errors
 from .fields import explain
 from .launchers import BashLauncher, Launcher, RayLauncher
 from .plan import merge
@@ -104,11 +104,8 @@ def parse(value: Any, place: str) -> Settings:
 
 
 def _make(cls: type[C], fields: Mapping[str, Any], place: str) -> C:
-    try:
+    with named_errors(f"{KEY} in {place}"):
         return cls(**fields)
-    except (ValueError, TypeError) as error:  # A TypeError if a key is no string.
-        problem = one_sentence(error) if isinstance(error, ValueError) else str(error)
-        raise ValueError(f"{KEY} in {place}: {problem}") from None
 
 
 def of_step(context: dg.OpExecutionContext) -> tuple[list[Settings], list[Settings]]:

@@ -7,8 +7,7 @@ when a command asks for the resource, because many commands need only the connec
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..backends.layout import absolute
-from ..errors import one_sentence
+from ..errors import named_errors
 from ..fields import BASE, check_text, read_variable
 from ..ssh.base import Connection, check_no_variable, is_rooted
 from ..ssh.fields import SSHLogin, read_variables
@@ -192,11 +191,11 @@ def from_file(path: Path, name: str | None) -> Cluster:
     fields, where = clusters[chosen], f"cluster {chosen!r} in {path}"
 
     def make(cluster: Cluster) -> ComputeResource:
-        with _named(where):
+        with named_errors(where):
             resolved = _resolved(fields, "")
         return _resource(cluster, resolved)
 
-    with _named(where):
+    with named_errors(where):
         slurm = _table(fields, "slurm", "slurm")
         way = {name: _resolved(slurm[name], f"slurm.{name}") for name in ("ssh", "remote_base") if name in slurm}
         login = SSHLogin(**_table(way, "ssh", "slurm.ssh")) if "ssh" in way else None
@@ -212,21 +211,6 @@ def _table(fields: Mapping[Any, Any], name: str, path: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} is no table; write {path} = {{ … }}, with the fields of its class")
     return found
-
-
-@contextmanager
-def _named(where: str) -> Iterator[None]:
-    """Context manager that turns a TypeError or ValueError of the block into a `ValueError` with a message of one sentence.
-
-    The message is `where`, a colon and the text of the original error. `where` names the configuration in which the error is,
-    such as "cluster 'a' in rayslurm.toml".
-    """
-    try:
-        yield
-    except TypeError as error:
-        raise ValueError(f"{where}: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{where}: {one_sentence(error)}") from None
 
 
 def _resolved(value: Any, field: str) -> Any:
