@@ -43,6 +43,7 @@ from .handle import TAG, RunHandle
 from .runtime.protocol.spec import RaySpec
 from .settings import of_step
 from .slurm.config import SlurmQueueConfig
+from .slurm.request import FROM_TERMINAL
 from .ssh.base import Connection
 from .ssh.local import LocalConnection
 from .ssh.pool import connection_to
@@ -180,7 +181,7 @@ def submit_and_leave(
             raise ValueError(f"submit() needs a Slurm job for each payload: mode '{ExecutionMode.SLURM}' or hetjob {hint}")
     log_origins(call, log)
     step = name or (op_context.get_step_execution_context().step.key if op_context is not None else "submitted")
-    run_id = op_context.run.run_id if op_context is not None else None
+    run_id = op_context.run.run_id if op_context is not None else FROM_TERMINAL
     handle = RunHandle(
         run="",
         asset_key=name,
@@ -189,7 +190,7 @@ def submit_and_leave(
         uses_pipes=plan.uses_pipes,
         requeue=(call.parts[0].queue if call.parts else backend.queue).requeue,
     )
-    pipes_context = submitted.pipes_context_of(step, name, partition_key, run_id, extras)
+    pipes_context = terminal.pipes_context(step, partition_key, run_id, extras or {})
     handle = submitted.submit_and_leave(step, plan, backend, resource, pipes_context, handle, log)
     if op_context is not None:
         base = Layout.here(resource.local_base).base

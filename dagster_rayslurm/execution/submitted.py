@@ -35,7 +35,7 @@ from ..runtime.protocol.messages import EndReason
 from ..runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, SECRETS, STDIO, LineReader
 from ..runtime.protocol.spec import PayloadSpec, RuntimeSpec, from_json
 from ..slurm.accounting import fetch_job_facts
-from ..slurm.request import FROM_TERMINAL, job_name
+from ..slurm.request import job_name
 from ..slurm.shared_queue import QueueSnapshot, listed_snapshot, squeue_command
 from ..slurm.states import TERMINAL
 from ..slurm.submit import cancel_named, find_job
@@ -43,7 +43,6 @@ from ..ssh.base import Connection
 from .files import discard, sweep_old_files
 from .reattach import Launch
 from .run import PayloadRun, Steps, start_errors
-from .terminal import pipes_context
 
 # Age in seconds from which on a claim without a job is abandoned if its process is on another host, so that nobody can tell
 # whether the process lives. A submission takes two minutes at most.
@@ -84,11 +83,11 @@ def submit_and_leave(
         log: The logger for warnings.
     """
     nonce = plan.payload.nonce
-    run = run_dir_name(context["run_id"] or FROM_TERMINAL, name, nonce)
+    run = run_dir_name(context["run_id"], name, nonce)
     handle = replace(handle, run=run, job_name=job_name(name, nonce), cluster_id=f"{CLUSTER}{nonce}")
     connection, run_dir = backend.connection, str(backend.layout.runs / run)
     files = {submissions.HANDLE: handle.to_json().encode(), submissions.REPORTER: b""}
-    step = Step(context["run_id"] or FROM_TERMINAL, name, handle.partition_key, log, files=files)
+    step = Step(context["run_id"], name, handle.partition_key, log, files=files)
 
     def start() -> RunHandle:
         started: list[RunningPayload] = []
@@ -187,18 +186,6 @@ def _is_dead(process: Sequence[Any]) -> bool:
     except PermissionError:
         pass
     return False
-
-
-def pipes_context_of(
-    name: str, asset_key: str | None, partition_key: str | None, run_id: str | None, extras: Mapping[str, Any] | None
-) -> PipesContextData:
-    """Returns the Pipes context of a payload that no step follows, with asset, partition, Dagster run id and extras.
-
-    If `asset_key` is None, the asset is called `name`. `partition_key` and `extras` are None for a payload without partition or
-    extras. If `run_id` is None, no Dagster run submits the payload, and the run id in the context is `FROM_TERMINAL`.
-    """
-    context = {**pipes_context(asset_key or name), "partition_key": partition_key, "extras": dict(extras or {})}
-    return {**context, "run_id": run_id or FROM_TERMINAL}  # type: ignore[typeddict-item]
 
 
 # ---- Follow

@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from dagster_pipes import PipesContextData
@@ -88,19 +89,24 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def pipes_context(name: str) -> PipesContextData:
-    """Returns the Dagster Pipes context of a payload without Dagster. The context has the asset `name` and no Dagster run."""
+def pipes_context(
+    name: str, partition_key: str | None = None, run_id: str = FROM_TERMINAL, extras: Mapping[str, Any] = MappingProxyType({})
+) -> PipesContextData:
+    """Returns the Dagster Pipes context of a payload that no step follows. In the context, the asset is called `name`.
+
+    `run_id` is the id of the Dagster run that submits the payload; without such a run, it is `FROM_TERMINAL`.
+    """
     return {
         "asset_keys": [name],
         "code_version_by_asset_key": {name: None},
         "provenance_by_asset_key": {name: None},
-        "partition_key": None,
+        "partition_key": partition_key,
         "partition_key_range": None,
         "partition_time_window": None,
-        "run_id": FROM_TERMINAL,
+        "run_id": run_id,
         "job_name": None,
         "retry_number": 0,
-        "extras": {},
+        "extras": dict(extras),
     }
 
 
