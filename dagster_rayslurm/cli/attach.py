@@ -21,7 +21,7 @@ import click
 from ..access.find import Found, choose, cluster_name
 from ..access.head import ClusterEnded
 from ..access.serve import Service, served
-from ..backends.listing import Entry, Kind, find, named
+from ..backends.listing import Entry, Kind, find, json_object, named
 from ..backends.sessions.request import send_request
 from ..edge import slurm
 from ..runtime.protocol.messages import Operation
@@ -249,8 +249,4 @@ def _head(one: Entry) -> tuple[str | None, bool]:
 
 def _json(connection: Connection, path: str) -> Mapping[str, Any]:
     """Returns the JSON object in a file on the cluster; {} if the file is missing or contains anything else."""
-    try:
-        found = json.loads(connection.read(path, 0, 1024 * 1024))
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    return json_object(connection.read(path, 0, 1024 * 1024))

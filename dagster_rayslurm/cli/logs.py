@@ -20,7 +20,7 @@ from ..execution.files import discard
 from ..execution.terminal import NOT_THE_PAYLOAD, TerminalPipes, exit_code
 from ..follow import Cadence, Evidence, Follower, follow_all
 from ..outcome.verdict import judge
-from ..runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME_LOG, SECRETS, LineReader, component_dir, node_log
+from ..runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME_LOG, SECRETS, LineReader, node_log
 from ..runtime.protocol.spec import PayloadSpec
 from ..slurm.request import LOG
 from ..slurm.shared_queue import fetch_queue
@@ -28,7 +28,7 @@ from ..slurm.states import TERMINAL
 from ..slurm.submit import wait_until_gone
 from .common import json_option, one_sentence_errors, print_json, see_troubles, terminal_log, with_link
 from .options import cluster_options
-from .ps import components_of, entry, ident_argument
+from .ps import components_of, entry, ident_argument, record_dir
 
 _CADENCE = Cadence(busy=0.2, idle=2.0, waiting=5.0)
 _CHUNK = 1024 * 1024
@@ -95,7 +95,7 @@ def _follower(run: Entry, component: str | None, log: logging.Logger, own_job: b
     If `component` is not None, the object reads the record of this component of the run. `own_job` is True if the run has a Slurm
     job of its own, which Slurm may start again (requeue).
     """
-    directory, pipes = _record_dir(run, component), TerminalPipes(log)
+    directory, pipes = record_dir(run, component), TerminalPipes(log)
     return Follower(run.connection, directory, nonce_of(run.name), pipes, log, _CADENCE, requeue=own_job, component=component)
 
 
@@ -198,14 +198,9 @@ def _grace_period(run: Entry) -> float:
 
     A payload without a readable file `payload.json` counts with the default grace period.
     """
-    paths = [f"{_record_dir(run, component)}/{PAYLOAD}" for component in components_of(run)]
+    paths = [f"{record_dir(run, component)}/{PAYLOAD}" for component in components_of(run)]
     specs = [json_object(run.connection.read(path, 0, _CHUNK)) for path in paths]
     return max(float(spec.get("grace_period", PayloadSpec.grace_period)) for spec in specs)
-
-
-def _record_dir(run: Entry, component: str | None) -> str:
-    """Returns the directory with the record of a run, or of the component `component` of a run."""
-    return run.directory if component is None else component_dir(run.directory, component)
 
 
 def _ends(run: Entry, timeout: float) -> bool:
@@ -229,7 +224,7 @@ class _EndOfRecord:
     """A reader that looks for the `end` record in the journal of a run, or of the component `component` of a run."""
 
     def __init__(self, run: Entry, component: str | None) -> None:
-        self._connection, self._path = run.connection, f"{_record_dir(run, component)}/{JOURNAL}"
+        self._connection, self._path = run.connection, f"{record_dir(run, component)}/{JOURNAL}"
         self._reader, self._seen = LineReader(), False
 
     def exists(self) -> bool:

@@ -139,12 +139,17 @@ def components_of(run: Entry) -> list[str | None]:
     return [*run.components] or [None]
 
 
+def record_dir(run: Entry, component: str | None) -> str:
+    """Returns the directory with the record of a run, or of the component `component` of a run."""
+    return run.directory if component is None else component_dir(run.directory, component)
+
+
 def read_journal(run: Entry, component: str | None) -> Iterator[Record]:
     """Yields the records of the journal, the file of the runtime's events, of a run or of the component `component` of a run.
 
     Raises OSError if the journal cannot be read.
     """
-    path = f"{run.directory if component is None else component_dir(run.directory, component)}/{JOURNAL}"
+    path = f"{record_dir(run, component)}/{JOURNAL}"
     if run.connection.modified(path) is None:
         raise OSError(f"{run.connection.place}: {path} cannot be read: No such file or directory")
     reader = LineReader()

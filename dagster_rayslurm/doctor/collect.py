@@ -14,7 +14,7 @@ from ..errors import StartError
 from ..launchers import RayLauncher
 from ..slurm.config import AUTO
 from ..slurm.partitions import Partition
-from ..slurm.request import JobRequest, make_request, render_script
+from ..slurm.request import make_request, render_script
 from ..ssh.base import Connection
 from . import Line, Wanted, failed, failure, has_failure, ok, skipped
 from .login import log_in
@@ -93,12 +93,8 @@ def _questions(wanted: Wanted) -> dict[str, list[Any]]:
     """Returns the commands of Slurm for the edge node to run, by name, as `slurm_lines.questions` describes them."""
     request = make_request(wanted.queue, RayLauncher().footprint(), job_name="rayslurm-doctor", comment="rayslurm doctor")
     # Which partition "auto" means is known only from the answers.
-    return questions("" if wanted.queue.partition == AUTO else _script(request), request.login_variables)
-
-
-def _script(request: JobRequest) -> str:
-    """Returns the batch script for a test submission of the job `request`."""
-    return render_script(request, ["true"], "/tmp", {})
+    script = "" if wanted.queue.partition == AUTO else render_script(request, ["true"], "/tmp", {})
+    return questions(script, request.login_variables)
 
 
 def _environment(connection: Connection, wanted: Wanted, base: str, lines: list[Line]) -> list[str] | None:

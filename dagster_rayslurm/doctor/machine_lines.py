@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..slurm.request import SBATCH_FIELDS
 from . import Line, failure, ok, size, warning
 
 _LEAST_FREE = 100 * 2**20  # Bytes without which a run cannot even write the record.
@@ -204,8 +205,8 @@ def _variables(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
         yield warning(f"{where}variables", "; ".join(found), remedy)
 
 
-# Variables of sbatch that are obeyed if the field of the queue is left out, see `slurm.request.SBATCH_FIELDS`.
-_COUNTING = tuple(f"SBATCH_{name}" for name in ("PARTITION", "ACCOUNT", "QOS", "RESERVATION", "CONSTRAINT"))
+# Variables of sbatch that are obeyed if the field of the queue is left out.
+_COUNTING = tuple(f"SBATCH_{field.name.upper()}" for field in SBATCH_FIELDS if field.login_variable)
 
 
 def _programs(machine: Mapping[str, Any], where: str) -> Iterator[Line]:

@@ -19,6 +19,7 @@ from dagster_pipes import PipesContextData
 from ..backends.base import RunningPayload, Step
 from ..backends.batch import CLUSTER, BatchBackend, SubmittedBackend
 from ..backends.layout import Layout, nonce_of
+from ..backends.listing import is_running
 from ..backends.ownership import UNCONTESTED, Ownership, owner_file
 from ..compute_fields import ComputeFields
 from ..edge import submissions
@@ -177,15 +178,7 @@ def _job_id(connection: Connection, runs: str, handle: RunHandle) -> str | None:
 def _is_dead(process: Sequence[Any]) -> bool:
     """Returns True if the process `process`, given as [HOST, PID], has certainly ended; False also if it ran on another host."""
     host, pid = process
-    if host != socket.gethostname():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
+    return bool(host == socket.gethostname() and not is_running(pid))
 
 
 # ---- Follow
