@@ -139,10 +139,11 @@ def submit(
     with configuration_errors():
         # Without Dagster nobody misses a result, so the exit code alone decides.
         plan, backend = prepare(Call(resource, uses_pipes=False, **arguments), secrets.token_hex(6))
-    if not detach:
-        return terminal.run_in_terminal(name, plan, backend, resource, log)
-    terminal.refuse_to_detach(resource)
-    return terminal.start_detached(name, plan, backend, resource, log)
+        if detach and resource.mode == ExecutionMode.LOCAL:
+            raise ValueError("--detach: in mode 'local' a payload ends with this command; use another mode")
+    if detach:
+        return terminal.start_detached(name, plan, backend, resource, log)
+    return terminal.run_in_terminal(name, plan, backend, resource, log)
 
 
 def submit_and_leave(

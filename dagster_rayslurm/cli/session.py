@@ -125,10 +125,9 @@ def start(name: str | None, idle_timeout: int | None, as_json: bool, **options: 
         )
         environment = loaded(resource, options["load_env"])
         done = submit(resource, "session-start", terminal_log(as_json), payload_path=["true"], environment=environment)
-        if not isinstance(done, Finished) or done.failure is not None:
-            raise ValueError(
-                done.failure.description if isinstance(done, Finished) and done.failure else "the session has not started"
-            )
+        assert isinstance(done, Finished)  # Only a detached submission has another result.
+        if done.failure is not None:
+            raise ValueError(done.failure.description)
         one = _find(str(done.job_id), _sessions(Layout.here(resource.local_base)))
     if as_json:
         return print_json(one.row)

@@ -17,7 +17,6 @@ from dagster_pipes import PipesContextData
 from ..backends.base import Backend, RunningPayload, Step
 from ..backends.layout import Layout
 from ..compute_fields import ComputeFields
-from ..errors import FailureKind
 from ..failures import RunFailure
 from ..plan import Plan, run_dir_name
 from ..runtime.protocol.messages import EndReason
@@ -176,11 +175,3 @@ def exit_code(end: Record | None) -> int:
         signum = end.get("signal")
         return _SIGNAL + int(signum) if signum else int(end.get("exit_code") or 0)
     return {EndReason.TIMEOUT.value: TIMED_OUT, EndReason.CANCEL.value: INTERRUPTED}.get(end["reason"], NOT_THE_PAYLOAD)
-
-
-def refuse_to_detach(resource: ComputeFields) -> None:
-    """Raise RunFailure if the resource has local mode, in which payloads end with the process that started them."""
-    if resource.mode == "local":
-        raise RunFailure(
-            FailureKind.CONFIGURATION, "--detach: in mode 'local' a payload ends with this command; use another mode"
-        )
