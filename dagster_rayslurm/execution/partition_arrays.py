@@ -171,7 +171,7 @@ class _ArrayRun:
                 if not detached:
                     self._end(error)
             if isinstance(error, RunFailure):
-                raise self._counted(error) from None
+                raise self.results.counted_failure(error, self.metadata()) from None
             raise
         finally:
             if not detached:
@@ -341,11 +341,6 @@ class _ArrayRun:
             for ended in self.arrays.poll():
                 if ended.evidence.end is not None and ended.evidence.end.get("exit_code") == 0:
                     self._conclude([ended])
-
-    def _counted(self, failure: RunFailure) -> RunFailure:
-        sentence = f"{self.results.counted()}, then: {failure.description}"
-        metadata = {**failure.metadata, **self.metadata(), **self.results.failures_metadata()}
-        return RunFailure(failure.kind, sentence, metadata, failure.allow_retries, failure.unhealthy)
 
     def _failure(self) -> RunFailure:
         """Returns the failure of the step. Called when all arrays have ended, and some partitions are not materialized."""

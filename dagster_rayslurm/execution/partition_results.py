@@ -20,7 +20,7 @@ from dagster_pipes import PipesContextData
 from ..backends.ownership import UNCONTESTED, Ownership
 from ..compute_fields import ComputeFields
 from ..errors import FailureKind
-from ..failures import CompletedRun
+from ..failures import CompletedRun, RunFailure
 from ..follow import Evidence
 from ..follow.forward import RecordPipes
 from ..outcome.verdict import SUCCESS, Verdict, judge, with_hint
@@ -319,6 +319,14 @@ class PartitionResults:
         counts = {"Partitions": len(self.keys), "Partitions materialized": len(self.done), "Partitions failed": len(self.failed)}
         listed = {key: each.sentence for key, each in list(self.failed.items())[:_LISTED]}
         return {**counts, **({"Failed partitions": dg.MetadataValue.json(listed)} if listed else {})}
+
+    def counted_failure(self, failure: RunFailure, own: Mapping[str, Any] = MappingProxyType({})) -> RunFailure:
+        """Returns a copy of `failure` that also says how many partitions are materialized. `own` is further metadata."""
+        sentence = str(failure.description)
+        if sentence != self.sentence():
+            sentence = f"{self.counted()}, then: {sentence}"
+        metadata = {**failure.metadata, **own, **self.failures_metadata()}
+        return RunFailure(failure.kind, sentence, metadata, failure.allow_retries, failure.unhealthy)
 
 
 def results_so_far(context: dg.OpExecutionContext, plan: Plan, resource: ComputeFields, chunk: int) -> PartitionResults:

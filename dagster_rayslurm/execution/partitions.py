@@ -71,11 +71,6 @@ def execute_partitions(
         return nothing_missing(context, results, extras)
     try:
         with open_event_log(context.instance.event_log_storage, context.run.run_id):
-            completed = drive(executing(context, plan, backend, resource, extras, results))
+            return drive(executing(context, plan, backend, resource, extras, results))
     except RunFailure as failure:
-        sentence = str(failure.description)
-        if sentence != results.sentence():
-            sentence = f"{results.counted()}, then: {sentence}"
-        retry, metadata = failure.allow_retries, {**failure.metadata, **results.failures_metadata()}
-        raise RunFailure(failure.kind, sentence, metadata, retry, failure.unhealthy) from None
-    return completed
+        raise results.counted_failure(failure) from None
