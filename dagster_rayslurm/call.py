@@ -17,7 +17,6 @@ from .backends.batch import BatchBackend
 from .backends.layout import Layout
 from .backends.local import LocalBackend
 from .backends.sessions.backend import SessionBackend
-from .backends.sessions.listing import IdleSessions
 from .backends.sessions.local import LocalSessionBackend
 from .backends.sessions.matching import required_head
 from .components import Component, arrange, component_specs, on_one_machine, ray_across, request_for, spanning_components
@@ -269,37 +268,28 @@ def choose_backend(call: Call) -> Backend:
         head = required_head(call.merged, call.components)
         session = resource.session
         return LocalSessionBackend(**where, session=session, offered=warm_ray, components=warm_components, head=head)
-    avoids = resource.on_unhealthy == EXCLUDE_AND_RETRY
+    common: dict[str, Any] = {
+        "slurm": call.slurm,
+        "environment": environment,
+        "queue_timeout": resource.queue_timeout,
+        "patience": resource.connection_loss_timeout,
+        "avoids_unhealthy": resource.on_unhealthy == EXCLUDE_AND_RETRY,
+        "detect_platform": resource.auto_detect_platform,
+    }
     if resource.mode == ExecutionMode.SLURM_SESSION:
         return SessionBackend(
-            slurm=call.slurm,
+            **common,
             own_queue=call.queue,
-            environment=environment,
             session=resource.session,
             launcher=resource.default_launcher,
             reuse=resource.enable_cluster_reuse,
             components=tuple(resource.components),
             own_components=call.components,
             own_launcher=call.merged,
-            queue_timeout=resource.queue_timeout,
             start_timeout=resource.runtime_start_timeout,
-            patience=resource.connection_loss_timeout,
-            detect_platform=resource.auto_detect_platform,
-            avoids_unhealthy=avoids,
         )
-    queue = merge(call.slurm.queue, call.queue)
     backend = SeparateBatchBackend if separate else ArrayBackend if call.allocation == EACH else BatchBackend
-    return backend(
-        slurm=call.slurm,
-        queue=queue,
-        environment=environment,
-        queue_timeout=resource.queue_timeout,
-        patience=resource.connection_loss_timeout,
-        components=call.parts,
-        make_way=IdleSessions,
-        detect_platform=resource.auto_detect_platform,
-        avoids_unhealthy=avoids,
-    )
+    return backend(**common, queue=merge(call.slurm.queue, call.queue), components=call.parts)
 
 
 def log_origins(call: Call, log: Any) -> None:

@@ -237,8 +237,13 @@ def _submitting_backend(resource: ComputeFields) -> BatchBackend:
     """
     if resource.slurm is None or mode_of(resource) not in (ExecutionMode.SLURM, ExecutionMode.SLURM_HETJOB):
         raise ValueError(f"submitted runs need mode '{ExecutionMode.SLURM}' or '{ExecutionMode.SLURM_HETJOB}', and a cluster")
-    slurm, patience = resource.slurm, resource.connection_loss_timeout
-    return BatchBackend(slurm, slurm.queue, InheritedEnvironment(), resource.queue_timeout, patience)
+    return BatchBackend(
+        slurm=resource.slurm,
+        queue=resource.slurm.queue,
+        environment=InheritedEnvironment(),
+        queue_timeout=resource.queue_timeout,
+        patience=resource.connection_loss_timeout,
+    )
 
 
 def example(resource: ComputeFields, **arguments: Any) -> str:

@@ -31,7 +31,7 @@ from ..runtime.protocol.spec import to_json
 from ..slurm.accounting import JobFacts, fetch_element_facts, relevant_lines
 from ..slurm.arrays import Room, array_option, ask_room, count_jobs, ranges, rows_by_element, waits
 from ..slurm.request import JobRequest, is_job_of, job_comment, job_name
-from ..slurm.shared_queue import QueueRow, QueueSnapshot, ask_patiently, fetch_queue, run_slurm, shared_queue
+from ..slurm.shared_queue import QueueRow, QueueSnapshot, ask_patiently, fetch_queue, run_slurm
 from ..slurm.states import TERMINAL, JobPhase, JobWatch
 from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, SubmittedJob, cancel_named, end_named, wait_until_gone
 from ..ssh.base import ConnectionFailed
@@ -227,7 +227,7 @@ class Arrays:
 
     def __post_init__(self) -> None:
         self.connection = self.backend.connection
-        self.queue = shared_queue(self.connection, str(self.backend.layout.queue), self.backend.slurm.poll_interval)
+        self.queue = self.backend.user_queue
         self.cluster_id = f"{CLUSTER}{self.prepared.plan.payload.nonce}"
 
     @property
@@ -270,7 +270,8 @@ class Arrays:
                 self.connection.remove(os.path.join(_array_dir(self.run_dir, number), SECRETS))
             return
         # The time of the submission is not known, so this snapshot of the queue is the first that counts.
-        job = self._job(request, SubmittedJob(job_id, queue.began - 1.0), _array_dir(self.run_dir, number))
+        submitted = SubmittedJob(job_id, queue.began - 1.0)
+        job = self.backend.slurm_job(request, submitted, _array_dir(self.run_dir, number), self.step, ends_idle_sessions=False)
         wanted = {key for chunk in self.waiting for key in chunk}
         self._add(number, job, {at: keys for at, keys in enumerate(chunks) if not wanted.isdisjoint(keys)})
         self.step.log.info(f"[rayslurm] reattached to Slurm job array {job_id} of {len(chunks):,} elements")
@@ -356,17 +357,6 @@ class Arrays:
         files = run_files(self.prepared.plan, {**self.context, PARTITIONS: chunks}, self.step)  # type: ignore[typeddict-item]
         own = {name: files[name] for name in (PAYLOAD, CONTEXT, SECRETS) if name in files}
         return {**own, RUNTIME: self.prepared.runtime, JOB_SCRIPT: self.prepared.script(request, directory), CANCEL: b""}
-
-    def _job(self, request: JobRequest, submitted: SubmittedJob, directory: str) -> SlurmJob:
-        return SlurmJob(
-            commands=self.connection,
-            queue=self.queue,
-            request=request,
-            submitted=submitted,
-            directory=directory,
-            queue_timeout=self.backend.queue_timeout,
-            log=self.step.log,
-        )
 
     def _add(self, number: int, job: SlurmJob, chunks: Mapping[int, Sequence[str]]) -> None:
         watch = JobWatch(job.submitted_at, job.requeue)

@@ -7,11 +7,10 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from dagster_pipes import PipesContextData
 
@@ -34,7 +33,7 @@ from ..slurm.config import AUTO, SlurmQueueConfig, SlurmResource, split_signal
 from ..slurm.exclusion import Exclusion, excluding, exclusion_for, remember
 from ..slurm.partition_choice import is_auto, placement_for
 from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_request, render_script
-from ..slurm.shared_queue import QueueSnapshot, SlurmUnanswered, ask_patiently, fetch_queue, shared_queue
+from ..slurm.shared_queue import QueueSnapshot, SharedQueue, SlurmUnanswered, ask_patiently, fetch_queue, shared_queue
 from ..slurm.states import TERMINAL
 from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, SubmittedJob, cancel_named, submit, wait_until_gone
 from ..ssh.base import Connection, check_no_variable, is_rooted
@@ -43,24 +42,60 @@ from .base import Register, Step, deferred_interrupts, run_files, sweep_remote, 
 from .layout import Layout, absolute, remote_base_errors
 from .ownership import FIRST_OWNER, REQUEST_FILE, fingerprint, reattachable_job
 from .payload_files import PayloadFiles, deliver, pack
-from .slurm_job import BatchJob, MakeWay, SlurmJob
+from .sessions.listing import IdleSessions
+from .slurm_job import BatchJob, SlurmJob
 
 # How often records on the cluster are read: each read costs a round trip over SSH, and load on the shared file system.
 _CADENCE = Cadence(busy=0.1, idle=3.0, waiting=15.0)
 CLUSTER = "slurm-"  # Prefix of a Ray cluster's id in Slurm mode; the nonce that follows also ends the name of the Slurm job.
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClusterBackend:
     """Base class of the backends that run payloads on a Slurm cluster."""
 
     slurm: SlurmResource
-    # Whether jobs avoid the nodes that failed a health check in this user's runs.
-    avoids_unhealthy: bool = field(default=False, kw_only=True)
+    environment: Environment
+    queue_timeout: float | None = None  # Seconds after which a job that still waits in the queue fails; None waits for ever.
+    patience: float = 60.0  # Seconds for which the cluster may be out of reach while it is unknown whether there is a job.
+    avoids_unhealthy: bool = False  # Whether jobs avoid the nodes that failed a health check in this user's runs.
+    detect_platform: bool = True  # True: environments are made for the platform of the compute nodes; False: of the edge node.
 
     @cached_property
     def connection(self) -> Connection:
         return connection_to(self.slurm.ssh)
+
+    @property
+    def user_queue(self) -> SharedQueue:
+        """The user's jobs in Slurm's queue, through a file that all processes of the user share."""
+        return shared_queue(self.connection, str(self.layout.queue), self.slurm.poll_interval)
+
+    def slurm_job(
+        self,
+        request: JobRequest,
+        submitted: SubmittedJob,
+        directory: str,
+        step: Step,
+        ends_idle_sessions: bool = True,
+        waiting_since: float | None = None,
+    ) -> SlurmJob:
+        """Returns the object that watches and cancels a submitted job.
+
+        `request` is what the job asked Slurm for. The job writes its exit code and logs to `directory`. If `ends_idle_sessions`
+        is True, idle sessions whose nodes the waiting job could use are asked to end. `waiting_since` is the start of the queue
+        timeout, by the cluster's clock; None for the time of submission.
+        """
+        return SlurmJob(
+            commands=self.connection,
+            queue=self.user_queue,
+            request=request,
+            submitted=submitted,
+            directory=directory,
+            queue_timeout=self.queue_timeout,
+            log=step.log,
+            make_way=IdleSessions(self.connection, str(self.layout.base), step.log) if ends_idle_sessions else None,
+            waiting_since=waiting_since,
+        )
 
     @cached_property
     def layout(self) -> Layout:
@@ -126,20 +161,13 @@ class ClusterBackend:
         threading.Thread(target=work, name="rayslurm-sweep", daemon=True).start()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class JobBackend(ClusterBackend):
     """Base class of the backends that submit a Slurm job for each Dagster step."""
 
     queue: SlurmQueueConfig
-    environment: Environment
-    queue_timeout: float | None  # Seconds after which a job that still waits in the queue fails; None waits for ever.
-    patience: float  # Seconds for which the cluster may be out of reach while it is unknown whether there is a job.
     components: tuple[Component, ...] = ()  # The components of a heterogeneous job, in order.
-    # A function that takes the connection, the base directory and the log, and returns a `MakeWay`. This `MakeWay` is a function
-    # that ends idle sessions so that a waiting job can start. If the field is None, no idle session is ended.
-    make_way: Callable[[Connection, str, Any], MakeWay] | None = None
     cadence: Cadence = _CADENCE
-    detect_platform: bool = True  # True: environments are made for the platform of the compute nodes; False: of the edge node.
 
     def deliver(self, plan: Plan, step: Step) -> tuple[PayloadFiles, Interpreter, str]:
         """Send a plan's files, the environment and the runtime to the cluster, unless they are there.
@@ -175,22 +203,12 @@ class JobBackend(ClusterBackend):
         If a job of this run directory was submitted before, the function submits nothing, and returns that job. Callers must be
         inside `cancel_on_error`, which cancels the job if the submission fails halfway. Raises SubmissionRefused or OSError.
         """
-        commands, place = self.connection, self.connection.place
-        queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
-        submitted = submit(commands, run_dir, files, request, queue.clock, step.log.warning, patience=self.patience)
+        queue = self.user_queue
+        submitted = submit(self.connection, run_dir, files, request, queue.clock, step.log.warning, patience=self.patience)
         which = f"Slurm job {submitted.job_id} ({request.job_name})"
         done = f"reattached to {which}" if step.reattached else f"submitted {which} to {request.partitions_text}"
-        step.log.info(f"[rayslurm] {done} on {place}")
-        return SlurmJob(
-            commands=commands,
-            queue=queue,
-            request=request,
-            submitted=submitted,
-            directory=run_dir,
-            queue_timeout=self.queue_timeout,
-            log=step.log,
-            make_way=self.make_way and self.make_way(self.connection, str(self.layout.base), step.log),
-        )
+        step.log.info(f"[rayslurm] {done} on {self.connection.place}")
+        return self.slurm_job(request, submitted, run_dir, step)
 
     def interpreter_for(self, plan: Plan, step: Step) -> Interpreter:
         """Send the environment if the cluster lacks it; returns the environment's Python.
@@ -202,11 +220,11 @@ class JobBackend(ClusterBackend):
         return check_environment_on(self.connection, environment, plan.ray, plan.uses_pipes, str(self.layout.environments))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SubmittedBackend(JobBackend):
     """Follows the Slurm job of a run that `ComputeResource.submit` has submitted; `start` only finds this job."""
 
-    handle: RunHandle = field(kw_only=True)
+    handle: RunHandle
 
     def check(self, plan: Plan) -> None: ...
 
@@ -216,16 +234,10 @@ class SubmittedBackend(JobBackend):
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> BatchJob:  # noqa: ARG002
         handle = self.handle
         queue = self.queue.model_copy(update={"requeue": handle.requeue})
-        shared = shared_queue(self.connection, str(self.layout.queue), self.slurm.poll_interval)
-        job = SlurmJob(
-            commands=self.connection,
-            queue=shared,
-            request=make_request(queue, plan.footprint, job_name=handle.job_name, comment=""),
-            submitted=SubmittedJob(handle.job_id, handle.submitted_at or shared.clock.now()),
-            directory=run_dir,
-            queue_timeout=self.queue_timeout,
-            log=step.log,
-        )
+        request = make_request(queue, plan.footprint, job_name=handle.job_name, comment="")
+        shared = self.user_queue
+        submitted = SubmittedJob(handle.job_id, handle.submitted_at or shared.clock.now())
+        job = self.slurm_job(request, submitted, run_dir, step, ends_idle_sessions=False)
         step.log.info(f"[rayslurm] reattached to Slurm job {handle.job_id} ({handle.job_name}) on {self.connection.place}")
         running = BatchJob(job, self.connection, handle.cluster_id, step=step)
         register(running)
@@ -255,7 +267,7 @@ class BatchBackend(JobBackend):
         _, request, files = self._prepare(plan, run_dir, step)
 
         def job_of(_: object) -> str | None:
-            return job_in(shared_queue(self.connection, str(self.layout.queue), self.slurm.poll_interval).recent()) or job_in(
+            return job_in(self.user_queue.recent()) or job_in(
                 ask_patiently(lambda: fetch_queue(self.connection), self.patience, True, step.log.warning)
             )
 

@@ -246,8 +246,16 @@ class StepAttempt(Attempt):
 def _backend(remote_base: str, idle_timeout: int, concurrent: int) -> SessionBackend:
     slurm = SlurmResource(remote_base=remote_base, queue=SlurmQueueConfig(partition="compute", time_limit="02:00:00"))
     session = SessionConfig(idle_timeout=idle_timeout, max_concurrent_payloads=concurrent, num_nodes=1)
-    environment = PreDeployedEnvironment(path="/env")
-    return SessionBackend(slurm, None, environment, session, BashLauncher(), reuse=False, start_timeout=600.0, patience=300.0)
+    return SessionBackend(
+        slurm=slurm,
+        own_queue=None,
+        environment=PreDeployedEnvironment(path="/env"),
+        session=session,
+        launcher=BashLauncher(),
+        reuse=False,
+        start_timeout=600.0,
+        patience=300.0,
+    )
 
 
 class Sessions(SlurmMode):

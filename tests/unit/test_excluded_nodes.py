@@ -150,8 +150,13 @@ def test_the_sweep_removes_old_entries(tmp_path: Path) -> None:
 
 
 def backend(base: Path, avoids: bool = True, **queue: Any) -> BatchBackend:
-    slurm = SlurmResource(remote_base=str(base))
-    return BatchBackend(slurm, SlurmQueueConfig(**queue), InheritedEnvironment(), None, 0.0, avoids_unhealthy=avoids)
+    return BatchBackend(
+        slurm=SlurmResource(remote_base=str(base)),
+        queue=SlurmQueueConfig(**queue),
+        environment=InheritedEnvironment(),
+        patience=0.0,
+        avoids_unhealthy=avoids,
+    )
 
 
 @pytest.fixture

@@ -136,8 +136,14 @@ def test_a_queue_of_another_type_is_refused() -> None:
 
 def session_setup(own: SlurmQueueConfig | None) -> SessionBackend:
     session = SessionConfig(num_nodes=2, time_limit="08:00:00")
-    slurm = SlurmResource(queue=QUEUE)
-    return SessionBackend(slurm, own, InheritedEnvironment(), session, BashLauncher(), reuse=False)
+    return SessionBackend(
+        slurm=SlurmResource(queue=QUEUE),
+        own_queue=own,
+        environment=InheritedEnvironment(),
+        session=session,
+        launcher=BashLauncher(),
+        reuse=False,
+    )
 
 
 def test_a_session_job_has_the_changes_of_the_call() -> None:

@@ -178,7 +178,7 @@ def test_none_fits() -> None:
 
 def backend(tmp_path: Path) -> BatchBackend:
     slurm = SlurmResource(remote_base=str(tmp_path / "base"))
-    return BatchBackend(slurm, slurm.queue, InheritedEnvironment(), queue_timeout=None, patience=5.0)
+    return BatchBackend(slurm=slurm, queue=slurm.queue, environment=InheritedEnvironment(), patience=5.0)
 
 
 def test_slurm_is_asked_at_submission(tmp_path: Path, fake_slurm: FakeSlurm) -> None:

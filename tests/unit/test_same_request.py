@@ -62,7 +62,7 @@ def test_what_tells_requests_apart(other: dict[str, Any], same: bool, tmp_path: 
     def asked(run_id: str = "a", argv: Any = ("true",), num_nodes: int = 1, preload: Any = ()) -> bytes:
         slurm, queue = SlurmResource(remote_base=str(tmp_path / "base")), SlurmQueueConfig(num_nodes=num_nodes)
         launcher = RayLauncher(preload=list(preload))
-        backend = BatchBackend(slurm, queue, PreDeployedEnvironment(path=sys.prefix), None, 0.0)
+        backend = BatchBackend(slurm=slurm, queue=queue, environment=PreDeployedEnvironment(path=sys.prefix), patience=0.0)
         plan = make_plan(payload_path=list(argv), launcher=launcher, nonce="n", max_output_bytes=1, max_stdio_bytes=1)
         return backend._prepare(plan, "/run", Step(run_id, "s", None, Log()))[2][REQUEST_FILE]
 
@@ -81,7 +81,7 @@ def test_a_retry_waits_for_a_slurm_that_is_away(patience: float, tmp_path: Path,
     """The job of the attempt before may go on, so that a new one might be a second one."""
     log, away = Log(), "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
     slurm = SlurmResource(remote_base=str(tmp_path / "base"))
-    backend = BatchBackend(slurm, SlurmQueueConfig(), InheritedEnvironment(), None, patience)
+    backend = BatchBackend(slurm=slurm, queue=SlurmQueueConfig(), environment=InheritedEnvironment(), patience=patience)
     plan = make_plan(payload_path=["true"], launcher=BashLauncher(), nonce="0" * 12, max_output_bytes=1, max_stdio_bytes=1)
     step, run_dir = Step("r", "s", None, log), tmp_path / "base" / "runs" / "r-s-n"
     run_dir.mkdir(parents=True)

@@ -33,7 +33,7 @@ from ...runtime.protocol.spec import PROTOCOL_VERSION, RuntimeSpec, to_json
 from ...slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
 from ...slurm.exclusion import Exclusion
 from ...slurm.request import JobRequest, is_job_of, job_comment, job_name
-from ...slurm.shared_queue import SharedQueue, fetch_queue, shared_queue
+from ...slurm.shared_queue import fetch_queue
 from ...slurm.states import TERMINAL
 from ...slurm.steps import parse_exit
 from ...slurm.submit import JOB_SCRIPT, ClaimTaken, SubmissionRefused, SubmittedJob, cancel_named, submit
@@ -45,7 +45,7 @@ from ..ownership import FIRST_OWNER, REQUEST_FILE, Journal, fingerprint, reattac
 from ..payload_files import PayloadFiles, deliver, pack
 from ..slurm_job import SlurmJob
 from .acquire import Allocation, SessionAcquisition, Site
-from .listing import IdleSessions, end_generations
+from .listing import end_generations
 from .matching import Capacity, Choice, Requirements, Target, adapted, misfit, misfit_error, required_head, session_key
 from .payload import SessionPayload
 from .registry import MOST_BYTES, Generation, LiveSession, SessionManifest, SessionRegistry, list_generations
@@ -119,23 +119,19 @@ def _first_files(site: Site, choice: Choice, capacity: Capacity) -> dict[str, st
     return {name: content.decode("utf-8") for name, content in {**files, CANCEL: b"", **site.files}.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SessionBackend(batch.ClusterBackend):
     """Runs payloads in the Slurm allocations of sessions."""
 
     own_queue: SlurmQueueConfig | None  # The queue fields that this run changes; None if it changes none.
-    environment: Environment
     session: SessionConfig
     launcher: Launcher  # The launcher for which sessions are created.
     reuse: bool  # Whether the Ray cluster stays warm between payloads.
     components: tuple[HetComponent, ...] = ()  # Components of a session's job; empty if all nodes are alike.
     own_components: tuple[HetComponent, ...] | None = None  # Components for this run; None for `components`.
     own_launcher: Launcher | None = None  # Launcher of this run; None for `launcher`.
-    queue_timeout: float | None = None  # Seconds for which a run waits for a session in the queue; None waits for ever.
     start_timeout: float = 60.0  # Seconds in which a session announces itself once its job runs.
-    patience: float = 60.0  # Seconds for which the cluster may be out of reach once a job may have been started.
     cadence: Cadence = _CADENCE
-    detect_platform: bool = True  # See `JobBackend`.
 
     def check(self, plan: Plan) -> None:
         batch.check_paths(self.slurm, self.environment, plan)
@@ -347,7 +343,7 @@ class SlurmSite(Site):
 
     def __post_init__(self) -> None:
         self._poll_interval = self.backend.slurm.poll_interval
-        self._queue: SharedQueue = shared_queue(self.connection, str(self.backend.layout.queue), self._poll_interval)
+        self._queue = self.backend.user_queue
 
     def deliver(self) -> None:
         with remote_base_errors(self.base):
@@ -358,7 +354,7 @@ class SlurmSite(Site):
         name = job_name(f"session-{self.backend.name}", announcement.cluster_id.removeprefix(batch.CLUSTER))
         parts = [JobRequest(name, "", SlurmQueueConfig(**queue), part) for part, queue in capacity.queues.items()]
         request = replace(parts[0], further_components=tuple(parts[1:]))
-        job = self._slurm_job(request, SubmittedJob(announcement.job_id, 0.0), session.directory)
+        job = self.backend.slurm_job(request, SubmittedJob(announcement.job_id, 0.0), session.directory, self.step)
         if self.step.reattached:  # This process does not know whether the session was reused or how long the wait was.
             return SessionPayload(self, session, job, self._poll_interval)
         return SessionPayload(self, session, job, self._poll_interval, reused, time.monotonic() - self.began)
@@ -387,7 +383,7 @@ class SlurmSite(Site):
         arguments = self.connection, directory, files, request, self._queue.clock, step.log.warning
         try:
             submitted = submit(*arguments, claim=True, patience=self.patience)
-            hold(self._slurm_job(request, submitted, directory))
+            hold(backend.slurm_job(request, submitted, directory, step))
         except ClaimTaken:
             return False
         except BaseException as error:
@@ -405,20 +401,8 @@ class SlurmSite(Site):
         request = replace(target.created_with.job_request(), job_name=newest.job_name)
         now = self._queue.clock.now()
         submitted = SubmittedJob(str(newest.job_id), now - newest.age)
-        return self._slurm_job(request, submitted, newest.directory, now - (time.monotonic() - self.began))
-
-    def _slurm_job(self, request: JobRequest, submitted: SubmittedJob, directory: str, since: float | None = None) -> SlurmJob:
-        return SlurmJob(
-            commands=self.connection,
-            queue=self._queue,
-            request=request,
-            submitted=submitted,
-            directory=directory,
-            queue_timeout=self.backend.queue_timeout,
-            log=self.step.log,
-            make_way=IdleSessions(self.connection, self.base, self.step.log),
-            waiting_since=since,
-        )
+        since = now - (time.monotonic() - self.began)
+        return self.backend.slurm_job(request, submitted, newest.directory, self.step, waiting_since=since)
 
     def cancel(self, creator: str) -> None:
         if creator:
