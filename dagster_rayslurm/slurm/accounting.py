@@ -26,10 +26,12 @@ _UNKNOWN_JOB = b"Invalid job id specified"
 _ACCOUNTING_DISABLED = b"accounting storage is disabled"
 
 _SACCT_FORMAT = "JobID,State,ExitCode,Reason,ElapsedRaw,TimelimitRaw,NNodes,NodeList,ReqMem,MaxRSS"
+_SACCT = ("env", "LC_ALL=C", "sacct", "--noheader", "--parsable2", "--duplicates", f"--format={_SACCT_FORMAT}")
 # The columns of `sacct --format`. No column has a text that a user chooses, so "|" separates them safely.
 SACCT_FIELDS = tuple(_SACCT_FORMAT.split(","))
-# The column JobID of sacct, such as "12", "12+1" or "12.batch".
-_JOB_ID = re.compile(r"(?P<number>[0-9]+)(?:\+(?P<component>[0-9]+))?(?:\.(?P<step>.+))?")
+# The rows of sacct about one run of a job, as dictionaries by column: the row of the job, then the rows of the job's steps.
+_Attempt = list[dict[str, str]]
+_JOB = re.compile(r"([0-9]+)(?:\+([0-9]+))?")  # A job or component in the column JobID of sacct, such as "12" or "12+1".
 # The parts of scontrol's output whose text users choose: job name, command, comment.
 _TEXTS_OF_USERS = re.compile(r"(?s) JobName=.*?\n(?=   (?:UserId|HetJobIdSet)=)|\n   Command=.*")
 
@@ -150,9 +152,8 @@ def fetch_job_facts(connection: Connection, job_id: int) -> JobFacts | None:
     failed connection.
     """
     # A job in a hidden partition shows with --all only.
-    show = ["scontrol", "--all", "show", "job", str(job_id)]
-    list_job = ["sacct", f"--jobs={job_id}", "--noheader", "--parsable2", "--duplicates", f"--format={_SACCT_FORMAT}"]
-    scontrol, sacct = (run_slurm(connection, ["env", "LC_ALL=C", *command], timeout=_TIMEOUT) for command in (show, list_job))
+    scontrol = run_slurm(connection, ["env", "LC_ALL=C", "scontrol", "--all", "show", "job", str(job_id)], timeout=_TIMEOUT)
+    sacct = run_slurm(connection, [*_SACCT, f"--jobs={job_id}"], timeout=_TIMEOUT)
     controller = None if scontrol.returncode else parse_scontrol(scontrol.stdout.decode("utf-8", "replace"))
     accounting = None if sacct.returncode else parse_sacct(sacct.stdout.decode("utf-8", "replace"), job_id)
     facts = merge_facts(controller, accounting)
@@ -189,17 +190,11 @@ def parse_sacct(text: str, job_id: int) -> JobFacts | None:
 
     `text` is the output of `sacct --noheader --parsable2 --duplicates` with the columns `SACCT_FIELDS`.
     """
-    attempts: dict[int, list[list[dict[str, str]]]] = {}
-    for line in text.splitlines():
-        fields = dict(zip(SACCT_FIELDS, line.split("|"), strict=False))
-        match = _JOB_ID.fullmatch(fields["JobID"])
-        if len(fields) < len(SACCT_FIELDS) or not match or int(match["number"]) != job_id:
-            continue
-        of_component = attempts.setdefault(int(match["component"] or 0), [])
-        if not match["step"]:
-            of_component.append([fields])  # A requeued job has a row for each attempt.
-        elif of_component:
-            of_component[-1].append(fields)
+    attempts: dict[int, list[_Attempt]] = {}
+    for label, of_label in _attempts_by_label(text).items():
+        match = _JOB.fullmatch(label)
+        if match and int(match[1]) == job_id:
+            attempts.setdefault(int(match[2] or 0), []).extend(of_label)
     if 0 not in attempts:
         return None
     return combine([_from_sacct(job_id + number, rows) for number, rows in sorted(attempts.items())])
@@ -212,8 +207,7 @@ def fetch_element_facts(connection: Connection, jobs: Sequence[str]) -> dict[tup
     elements that the accounting does not know. Returns an empty dict if sacct fails, for instance on a cluster without
     accounting. Raises OSError for a failed connection.
     """
-    command = ["sacct", f"--jobs={','.join(jobs)}", "--noheader", "--parsable2", "--duplicates", f"--format={_SACCT_FORMAT}"]
-    done = run_slurm(connection, ["env", "LC_ALL=C", *command], timeout=_TIMEOUT)
+    done = run_slurm(connection, [*_SACCT, f"--jobs={','.join(jobs)}"], timeout=_TIMEOUT)
     return parse_sacct_elements(done.stdout.decode("utf-8", "replace")) if done.returncode == 0 else {}
 
 
@@ -223,7 +217,22 @@ def parse_sacct_elements(text: str) -> dict[tuple[int, int], JobFacts]:
     `text` is the output of `sacct --noheader --parsable2 --duplicates` with the columns `SACCT_FIELDS`. Jobs in `text` that are
     no arrays are left out.
     """
-    attempts: dict[str, list[list[dict[str, str]]]] = {}
+    found: dict[tuple[int, int], JobFacts] = {}
+    for label, attempts in _attempts_by_label(text).items():
+        array, numbers = elements_of(label) or (0, [])
+        for number in numbers:
+            # Elements that were cancelled while they waited share one row; an element's own row says more.
+            if "[" not in label or (array, number) not in found:
+                found[array, number] = _from_sacct(f"{array}_{number}", attempts)
+    return found
+
+
+def _attempts_by_label(text: str) -> dict[str, list[_Attempt]]:
+    """Returns the rows of sacct in `text` by the label of their job, component or element, such as "12+1" or "12_7".
+
+    Each value has one item for each run: the first run, and the run after each requeue.
+    """
+    attempts: dict[str, list[_Attempt]] = {}
     for line in text.splitlines():
         fields = dict(zip(SACCT_FIELDS, line.split("|"), strict=False))
         label, _, step = fields["JobID"].partition(".")
@@ -233,22 +242,11 @@ def parse_sacct_elements(text: str) -> dict[tuple[int, int], JobFacts]:
             attempts.setdefault(label, []).append([fields])
         elif label in attempts:
             attempts[label][-1].append(fields)
-    found: dict[tuple[int, int], JobFacts] = {}
-    for label, rows in attempts.items():
-        array, numbers = elements_of(label) or (0, [])
-        for number in numbers:
-            # Elements that were cancelled while they waited share one row; an element's own row says more.
-            if "[" not in label or (array, number) not in found:
-                found[array, number] = _from_sacct(f"{array}_{number}", rows)
-    return found
+    return attempts
 
 
-def _from_sacct(number: int | str, attempts: list[list[dict[str, str]]]) -> JobFacts:
-    """Returns the facts of the last run of a job, component or element; the facts get the id `number`.
-
-    `attempts` has one item for each run: the first run, and the run after each requeue. An item has rows of sacct as dictionaries
-    by column. The first row of an item is that of the job, and the other rows are those of the job's steps.
-    """
+def _from_sacct(number: int | str, attempts: list[_Attempt]) -> JobFacts:
+    """Returns the facts of the last run in `attempts`, the runs of a job, component or element; the facts get the id `number`."""
     job, *steps = attempts[-1]
     facts = _facts(number, job["State"], job["Reason"], job["ExitCode"], job["NodeList"], job["NNodes"])
     return replace(
