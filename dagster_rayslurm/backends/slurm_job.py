@@ -24,7 +24,6 @@ from ..slurm.states import TERMINAL, JobPhase, JobStatus, JobWatch
 from ..slurm.steps import parse_exit
 from ..slurm.submit import ASK_INTERVAL, SubmittedJob, wait_until_gone
 from ..ssh.base import Connection, ConnectionFailed, Read
-from ..ssh.local import LocalConnection
 from .base import CancelRequest, Step, deferred_interrupts, write_cancel_request
 
 # Function that ends idle sessions whose nodes a waiting job could use; its arguments are the queue, and the job's rows in it.
@@ -94,11 +93,6 @@ class SlurmJob:
     def started_at(self) -> float | None:
         """The time at which the runtime began, by the cluster's clock; None if the runtime has not begun."""
         return self._watch.started_at
-
-    @property
-    def place(self) -> str:
-        """The host of the job's files; "" for this machine."""
-        return "" if isinstance(self.commands, LocalConnection) else self.commands.place
 
     def now(self) -> float:
         """Returns the time by the cluster's clock, in seconds since the epoch; raises OSError if the cluster cannot be asked."""

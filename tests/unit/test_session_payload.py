@@ -41,7 +41,6 @@ class Job:
         self.status = self
         self.over = False
         self.job_id = "7"
-        self.place = ""
         self.how: str | None = None
 
     def observe(self, *_: Any, **__: Any) -> bool:

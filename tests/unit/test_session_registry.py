@@ -20,11 +20,12 @@ from dagster_rayslurm import RunFailure, SlurmQueueConfig
 from dagster_rayslurm.backends import slurm_job
 from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.sessions import acquire
-from dagster_rayslurm.backends.sessions.acquire import AcquiredSession, Action, SessionAcquisition, next_action
+from dagster_rayslurm.backends.sessions.acquire import Action, SessionAcquisition, next_action
 from dagster_rayslurm.backends.sessions.backend import SlurmSite
 from dagster_rayslurm.backends.sessions.matching import Requirements, Target
 from dagster_rayslurm.backends.sessions.registry import (
     Generation,
+    LiveSession,
     SessionManifest,
     SessionRegistry,
     list_generations,
@@ -67,8 +68,8 @@ class Cluster:
     def jobs(self, *states: str) -> list[str]:
         return list(map(str, self.slurm.jobs(*states)))
 
-    def acquire(self, after: int = 0, timeout: float | None = None, log: Any = None) -> AcquiredSession:
-        return self.acquisition(timeout, log).acquire(after)
+    def acquire(self, after: int = 0, timeout: float | None = None, log: Any = None) -> LiveSession:
+        return self.acquisition(timeout, log).acquire(after)[0]
 
     def acquisition(self, timeout: float | None = None, log: Any = None, commands: Any = None) -> SessionAcquisition:
         commands, log = commands or LocalConnection(), log or Log()
@@ -143,8 +144,8 @@ def test_only_one_of_many_processes_creates_the_session(cluster: Cluster) -> Non
 
     def acquire_all(results: Any) -> None:
         with ThreadPoolExecutor(5) as pool:
-            for acquired in pool.map(lambda _: cluster.acquire(), range(5)):
-                results.put((acquired.session.manifest.generation, acquired.session.announcement.job_id))
+            for session in pool.map(lambda _: cluster.acquire(), range(5)):
+                results.put((session.manifest.generation, session.announcement.job_id))
 
     context = multiprocessing.get_context("fork")
     results = context.Queue()
@@ -159,28 +160,28 @@ def test_only_one_of_many_processes_creates_the_session(cluster: Cluster) -> Non
 
 def test_a_known_session_is_acquired_without_a_command(cluster: Cluster) -> None:
     commands = LocalConnection()
-    assert not cluster.acquisition(commands=commands).acquire(0).reused
+    assert not cluster.acquisition(commands=commands).acquire(0)[1]
     acquisition = cluster.acquisition(commands=commands)
     commands.run = None  # type: ignore[method-assign,assignment]
-    acquired = acquisition.acquire(0)
-    assert acquired.reused and acquired.session.manifest == manifest(1) and acquired.session.announcement.job_id == "1"
+    session, reused = acquisition.acquire(0)
+    assert reused and session.manifest == manifest(1) and session.announcement.job_id == "1"
 
 
 @pytest.mark.parametrize("change", [{"closing": "its time is over"}, {"protocol": 99}])
 def test_a_closing_or_incompatible_session_is_replaced(cluster: Cluster, change: dict[str, Any]) -> None:
-    first = cluster.acquire().session
+    first = cluster.acquire()
     path = Path(first.directory, "session.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    assert cluster.acquire().session.manifest.generation == 2
-    assert cluster.acquire().session.manifest.generation == 2 and cluster.jobs() == ["1", "2"]
+    assert cluster.acquire().manifest.generation == 2
+    assert cluster.acquire().manifest.generation == 2 and cluster.jobs() == ["1", "2"]
 
 
 def test_an_ended_session_is_replaced(cluster: Cluster) -> None:
     """Its script has ended although its announcement says nothing; or the caller knows that it does not answer."""
-    first = cluster.acquire().session
-    assert cluster.acquire(after=1).session.manifest.generation == 2
+    first = cluster.acquire()
+    assert cluster.acquire(after=1).manifest.generation == 2
     Path(first.directory).parent.joinpath("2", "exit").write_text("2 0 0\n")
-    assert cluster.acquire().session.manifest.generation == 3
+    assert cluster.acquire().manifest.generation == 3
 
 
 def test_other_names_in_the_directory_are_ignored(cluster: Cluster) -> None:
@@ -189,7 +190,7 @@ def test_other_names_in_the_directory_are_ignored(cluster: Cluster) -> None:
         (cluster.directory / name).mkdir()
     (cluster.directory / "3").write_text("a file")
     (cluster.directory / "5").symlink_to("nowhere")
-    assert cluster.acquire().session.manifest.generation == 6
+    assert cluster.acquire().manifest.generation == 6
 
 
 def age(path: Path, seconds: float) -> None:
@@ -201,12 +202,12 @@ def test_an_old_claim_without_a_job_expires(cluster: Cluster) -> None:
     """A claim without a job name, and one whose job does not exist."""
     (cluster.directory / "1").mkdir(parents=True)
     age(cluster.directory / "1", 61)
-    assert cluster.acquire().session.manifest.generation == 2
+    assert cluster.acquire().manifest.generation == 2
     (cluster.directory / "3").mkdir()
     creator = cluster.directory / "3" / "creator"
     creator.write_text("rayslurm-session-x-aaaaaaaaaaaa\n")
     age(creator, 61)
-    assert cluster.acquire().session.manifest.generation == 4
+    assert cluster.acquire().manifest.generation == 4
     assert cluster.directory.joinpath("1", "abandoned").exists() and cluster.directory.joinpath("3", "abandoned").exists()
 
 
@@ -219,7 +220,7 @@ def test_a_job_whose_creator_was_cut_off_is_cancelled(cluster: Cluster) -> None:
     place.joinpath("creator").write_text("rayslurm-session-x-aaaaaaaaaaaa\n")
     age(place / "creator", 61)
     cluster.slurm.job(7, "rayslurm-session-x-aaaaaaaaaaaa", "PENDING")
-    assert cluster.acquire().session.manifest.generation == 2
+    assert cluster.acquire().manifest.generation == 2
     assert place.joinpath("abandoned").exists() and cluster.jobs("CANCELLED") == ["7"]
 
 
@@ -227,7 +228,7 @@ def test_a_young_claim_delays_the_next_one(cluster: Cluster, monkeypatch: pytest
     monkeypatch.setattr(acquire, "CLAIM_TIMEOUT", 2.0)
     (cluster.directory / "1").mkdir(parents=True)
     began = time.monotonic()
-    assert cluster.acquire().session.manifest.generation == 2
+    assert cluster.acquire().manifest.generation == 2
     assert 1 < time.monotonic() - began < 15
 
 
@@ -251,7 +252,7 @@ def test_a_slow_creator_cancels_its_job(cluster: Cluster) -> None:
             slow.result(20)
     assert cluster.jobs("CANCELLED") == ["1"]
     cluster.slurm.set(starts=True)
-    assert cluster.acquire().session.manifest.generation == 2
+    assert cluster.acquire().manifest.generation == 2
 
 
 def test_the_last_waiter_cancels_a_pending_session(cluster: Cluster) -> None:
@@ -267,7 +268,7 @@ def test_the_last_waiter_cancels_a_pending_session(cluster: Cluster) -> None:
             patient.result(40)
     assert cluster.jobs("CANCELLED") == ["1"] and any("no step waits" in line for line in log.lines)
     cluster.slurm.set(starts=True)
-    assert cluster.acquire().session.manifest.generation == 2
+    assert cluster.acquire().manifest.generation == 2
 
 
 def test_killed_waiters_do_not_count(cluster: Cluster) -> None:
@@ -290,20 +291,20 @@ def test_a_live_session_is_never_abandoned(cluster: Cluster) -> None:
 
 def test_a_damaged_announcement_is_awaited(cluster: Cluster) -> None:
     """The job lives, so the session repairs its announcement."""
-    found = cluster.acquire().session
+    found = cluster.acquire()
     path = Path(found.directory, "session.json")
     whole = path.read_text()
     path.write_text(whole[:20])
     threading.Timer(1.0, lambda: path.write_text(whole)).start()
-    assert cluster.acquire().session.manifest.generation == 1 and cluster.jobs() == ["1"]
+    assert cluster.acquire().manifest.generation == 1 and cluster.jobs() == ["1"]
 
 
 def test_a_session_whose_job_ended_silently_is_replaced(cluster: Cluster) -> None:
-    found = cluster.acquire().session
+    found = cluster.acquire()
     Path(found.directory, "session.json").write_text("{")
     age(Path(found.directory, "creator"), 100)
     cluster.slurm.end(1, "NODE_FAIL")
-    assert cluster.acquire().session.manifest.generation == 2
+    assert cluster.acquire().manifest.generation == 2
 
 
 def closed(cluster: Cluster, served: int) -> None:
@@ -322,8 +323,8 @@ def test_a_new_session_that_serves_nothing_fails_the_step(cluster: Cluster) -> N
 def test_a_session_that_ends_before_the_request_fails_only_its_waiter(cluster: Cluster, said: str | None) -> None:
     cluster.announce(served=0)
     acquisition, other = cluster.acquisition(), cluster.acquisition()
-    found = acquisition.acquire(0).session
-    assert other.acquire(0).reused
+    found, _ = acquisition.acquire(0)
+    assert other.acquire(0)[1]
     path = Path(found.directory, "session.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "closing": said}))
     other.on_refused(1, "nobody answers")  # It was there before that one came.
@@ -392,7 +393,7 @@ def test_waiting_goes_on_while_the_cluster_is_out_of_reach(cluster: Cluster, err
         assert any(str(error) in line and "trying again" in line for line in log.lines)
         place.joinpath("session.json").write_text(json.dumps({**ANNOUNCED, "cluster_id": "slurm-1", "job_id": "1"}))
         connection.error = None
-        assert acquiring.result(20).session.announcement.job_id == "1"
+        assert acquiring.result(20)[0].announcement.job_id == "1"
 
 
 def test_waiting_ends_when_patience_does(cluster: Cluster) -> None:
@@ -453,7 +454,7 @@ def test_a_young_claim_with_a_live_session_is_joined_at_once(cluster: Cluster) -
     path.write_text("")
     threading.Timer(1.5, lambda: path.write_text(announced)).start()
     began = time.monotonic()
-    assert cluster.acquire().session.announcement.job_id == "1" and time.monotonic() - began < 15
+    assert cluster.acquire().announcement.job_id == "1" and time.monotonic() - began < 15
 
 
 @pytest.mark.parametrize("text", ["\u00b2", "\u0663", "1" * 5000, "-1", "x", ""])

@@ -28,6 +28,7 @@ from ...slurm.accounting import relevant_lines
 from ...slurm.shared_queue import ask_patiently
 from ...slurm.states import JobPhase, JobStatus
 from ...ssh.base import Connection
+from ...ssh.local import LocalConnection
 from ..base import Register, RunningPayload, Step, deferred_interrupts
 from ..slurm_job import SlurmJob
 from .here import is_alive
@@ -48,7 +49,6 @@ class LocalProcess:
     job_id: str
     directory: str
     cancelled = False
-    place = ""
     status = JobStatus(JobPhase.RUNNING)
 
     def observe(self, started_at: float | None = None, ask: bool = True) -> bool:  # noqa: ARG002
@@ -187,14 +187,6 @@ def next_action(newest: Generation, after: int) -> Action:
     return Action.EXPIRE if newest.age > CLAIM_TIMEOUT else Action.WAIT
 
 
-@dataclass(frozen=True)
-class AcquiredSession:
-    """The session that a step got. `reused` says whether the session accepted requests before the step came."""
-
-    session: LiveSession
-    reused: bool
-
-
 @dataclass(eq=False)
 class SessionAcquisition:
     """Finds a session for one step or creates it, and waits until the session accepts requests.
@@ -211,8 +203,10 @@ class SessionAcquisition:
         self._waiter = self.site.plan.payload.nonce
         self._log = self.site.step.log
 
-    def acquire(self, after: int) -> AcquiredSession:
+    def acquire(self, after: int) -> tuple[LiveSession, bool]:
         """Find, wait for or create a session, and return the session when it accepts requests. Blocks until then.
+
+        Also returns whether the session accepted requests before this step came.
 
         `after` is the number of the last generation that this step has given up, or 0. Only later generations are used. Raises
         RunFailure if the session's job ends early or waits too long in the queue. Raises StartError if no session can be created.
@@ -232,7 +226,7 @@ class SessionAcquisition:
                         self._stop_waiting(number, self._jobs[number])
                 raise
             if session is not None:
-                return AcquiredSession(session, reused=action is Action.USE)
+                return session, action is Action.USE
             if action in (Action.USE, Action.JOIN, Action.SKIP):
                 after = number
 
@@ -285,8 +279,8 @@ class SessionAcquisition:
         job.explain(evidence, timeout=0.0 if unhealthy else _FINAL_STATE_TIMEOUT)
         verdict = None if unhealthy else judge_job(evidence)
         if verdict is not None and verdict.kind in (FailureKind.ALLOCATION, FailureKind.ENVIRONMENT):
-            raise _failure(verdict.kind, f"{sentence}; {verdict.sentence}", job, evidence, verdict.retry)
-        raise _failure(FailureKind.CLUSTER_START, sentence, job, evidence, unhealthy=unhealthy_nodes(unhealthy))
+            raise self._failure(verdict.kind, f"{sentence}; {verdict.sentence}", job, evidence, verdict.retry)
+        raise self._failure(FailureKind.CLUSTER_START, sentence, job, evidence, unhealthy=unhealthy_nodes(unhealthy))
 
     def _wait(self, number: int, job: Allocation, created: bool) -> LiveSession | None:
         """Wait until the session of generation `number` accepts requests; returns the session, or None.
@@ -372,7 +366,7 @@ class SessionAcquisition:
         job.explain(evidence)
         verdict = judge(evidence, uses_pipes=False, require_messages=False)
         sentence = f"the session did not come up: {verdict.sentence}"
-        return _failure(verdict.kind or FailureKind.RUNTIME, sentence, job, evidence, verdict.retry)
+        return self._failure(verdict.kind or FailureKind.RUNTIME, sentence, job, evidence, verdict.retry)
 
     def _silent(self, job: Allocation) -> RunFailure:
         """Returns the failure to raise when a session's job runs, but the session does not announce itself in time."""
@@ -380,16 +374,17 @@ class SessionAcquisition:
         job.explain(evidence, timeout=0.0)
         log = f": {lines[-1]}" if (lines := relevant_lines(evidence.runtime_log)) else ""
         timeout = f"runtime_start_timeout={self.site.start_timeout:g} s"
-        return _failure(FailureKind.RUNTIME, f"the session's runtime did not start within {timeout}{log}", job, evidence)
+        return self._failure(FailureKind.RUNTIME, f"the session's runtime did not start within {timeout}{log}", job, evidence)
 
-
-def _failure(
-    kind: FailureKind,
-    sentence: str,
-    job: Allocation,
-    evidence: Evidence,
-    retry: bool | None = None,
-    unhealthy: Sequence[UnhealthyNode] = (),
-) -> RunFailure:
-    where = f"{job.place}:{job.directory}" if job.place else job.directory
-    return RunFailure(kind, sentence, {**failure_metadata(evidence, where), **job.metadata(evidence)}, retry, unhealthy)
+    def _failure(
+        self,
+        kind: FailureKind,
+        sentence: str,
+        job: Allocation,
+        evidence: Evidence,
+        retry: bool | None = None,
+        unhealthy: Sequence[UnhealthyNode] = (),
+    ) -> RunFailure:
+        connection = self.site.connection
+        where = job.directory if isinstance(connection, LocalConnection) else f"{connection.place}:{job.directory}"
+        return RunFailure(kind, sentence, {**failure_metadata(evidence, where), **job.metadata(evidence)}, retry, unhealthy)

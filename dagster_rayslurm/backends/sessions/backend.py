@@ -78,8 +78,7 @@ def start_in_session(site: Site, choice: Choice) -> RunningPayload:
     acquisition = SessionAcquisition(site, choice.target)
     try:
         while True:
-            acquired = acquisition.acquire(after=number)
-            session, reused = acquired.session, acquired.reused
+            session, reused = acquisition.acquire(after=number)
             capacity = session.manifest.capacity
             problem, answer = misfit(choice.required, capacity), dict[str, Any]()
             if problem is None:
