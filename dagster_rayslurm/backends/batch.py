@@ -239,7 +239,7 @@ class SubmittedBackend(JobBackend):
         submitted = SubmittedJob(handle.job_id, handle.submitted_at or shared.clock.now())
         job = self.slurm_job(request, submitted, run_dir, step, ends_idle_sessions=False)
         step.log.info(f"[rayslurm] reattached to Slurm job {handle.job_id} ({handle.job_name}) on {self.connection.place}")
-        running = BatchJob(job, self.connection, handle.cluster_id, step=step)
+        running = BatchJob(job, handle.cluster_id, run_dir, step)
         register(running)
         return running
 
@@ -259,7 +259,7 @@ class BatchBackend(JobBackend):
         files = {**run_files(plan, context, step), **request_files, CANCEL: b"", EXIT: b"", FIRST_OWNER: b"", **step.files}
         with self.cancel_on_error(request, step):
             job = self.submit_job(run_dir, files, request, step)
-            running = BatchJob(job, self.connection, f"{CLUSTER}{plan.payload.nonce}", step=step)
+            running = BatchJob(job, f"{CLUSTER}{plan.payload.nonce}", run_dir, step)
             register(running)
         return running
 

@@ -49,7 +49,6 @@ _END_TIMEOUT = 5.0  # Seconds in which a job may end by itself after its runtime
 _SRUN_MAY_HANG = (EndReason.CLUSTER_LOST, EndReason.CLUSTER_START, EndReason.TERMINATED)
 # Seconds between two touches of a waiting job's run directory, which keep the directory from being swept.
 _TOUCH_INTERVAL = 3600.0
-_NO_STEP = Step("", "", None, None)  # Stands for a step without ownership, whose payload this process may always end.
 
 
 @dataclass(eq=False, kw_only=True)
@@ -347,10 +346,9 @@ class BatchJob:
     """A payload in the Slurm job that its step submitted. See `RunningPayload` for what the methods do."""
 
     job: SlurmJob
-    commands: Connection  # The edge node, as in `job`.
     cluster_id: str  # Name of the payload's Ray cluster.
-    directory: str = ""  # The payload's run directory; "" if it is the directory of the job.
-    step: Step = _NO_STEP
+    directory: str  # The payload's run directory.
+    step: Step
     _started: bool = False  # Whether the runtime has begun its record, and Slurm has not requeued the job since.
     _runtime_cancels: bool = False  # Whether the runtime, not Slurm, was asked to end the payload.
     # When the run directory of the waiting job was last touched, by the monotonic clock.
@@ -359,7 +357,6 @@ class BatchJob:
     def __post_init__(self) -> None:
         self.job_id: str | None = self.job.job_id
         self.requeue = self.job.requeue
-        self.directory = self.directory or self.job.directory
         self._cancel_request = CancelRequest(self._send_cancel, self.job.log)
 
     @property
@@ -381,7 +378,7 @@ class BatchJob:
         with contextlib.suppress(OSError):
             if not self._started and time.monotonic() - self._touched_at >= _TOUCH_INTERVAL:
                 self._touched_at = time.monotonic()
-                self.commands.run(["touch", "--", job.directory])
+                job.commands.run(["touch", "--", job.directory])
             if not self._started and not job.status.over and not job.cancelled:
                 job.check_waiting()
         return job.end_description(self._started)
@@ -437,14 +434,14 @@ class BatchJob:
         if self._started:
             # The runtime ends the payload while Ray lives; scancel would end Ray at the same moment.
             self._runtime_cancels = True
-            write_cancel_request(self.commands, self.directory, now)
+            write_cancel_request(self.job.commands, self.directory, now)
             return
         self.job.cancelled = True
-        done = run_slurm(self.commands, ["scancel", self.job.job_id], timeout=60)
+        done = run_slurm(self.job.commands, ["scancel", self.job.job_id], timeout=60)
         # In 22.05 scancel exits with 0 even if it could not reach slurmctld; for a job that is over it prints nothing.
         errors = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if "error:" in line]
         if done.returncode or errors:
-            raise OSError(f"{self.commands.place}: {'; '.join(errors[-2:]) or f'exit code {done.returncode}'}")
+            raise OSError(f"{self.job.commands.place}: {'; '.join(errors[-2:]) or f'exit code {done.returncode}'}")
 
     def _started_at(self, evidence: Evidence) -> float | None:
         """Returns when the runtime began its run record, by the clock of the runtime's node; None if no record has begun."""

@@ -158,7 +158,7 @@ class SeparateBatchBackend(JobBackend):
         with self.cancel_on_error(request, step):
             job = self.submit_job(run_dir, files, request, step)
             for component in plans:
-                register(ComponentJob(job, self.connection, cluster_id, component_dir(run_dir, component), shared=shared))
+                register(ComponentJob(job, cluster_id, component_dir(run_dir, component), step, shared=shared))
 
     def exclusion_for_plan(self, plans: Plans) -> Exclusion:  # noqa: ARG002
         return self.exclusion(request_for(self.components, job_name="rayslurm", comment=""))

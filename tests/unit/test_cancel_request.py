@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm.backends import base, slurm_job
-from dagster_rayslurm.backends.base import CancelRequest
+from dagster_rayslurm.backends.base import CancelRequest, Step
 from dagster_rayslurm.backends.slurm_job import BatchJob, SlurmJob
 from dagster_rayslurm.follow import Evidence
 from dagster_rayslurm.separate.backend import ComponentJob
@@ -17,6 +17,8 @@ from dagster_rayslurm.ssh.base import Completed, ConnectionLost
 from dagster_rayslurm.ssh.local import LocalConnection
 
 from .lines import Log
+
+STEP = Step("run", "step", None, Log())
 
 
 class Scene:
@@ -112,9 +114,9 @@ def test_an_unconfirmed_cancel_is_waited_for_once(parts: int, tmp_path: Path, mo
     job, shared = Job(tmp_path), Evidence()
     waits: list[int] = []
     monkeypatch.setattr(slurm_job, "wait_until_gone", lambda _, job_id, patience: waits.append(job_id))
-    attempts: list[BatchJob] = [BatchJob(job, LocalConnection(), "c")]  # type: ignore[arg-type]
+    attempts: list[BatchJob] = [BatchJob(job, "c", str(tmp_path), STEP)]  # type: ignore[arg-type]
     if parts > 1:
-        attempts = [ComponentJob(job, LocalConnection(), "c", f"{tmp_path}/{name}", shared=shared) for name in "ab"]  # type: ignore[arg-type]
+        attempts = [ComponentJob(job, "c", f"{tmp_path}/{name}", STEP, shared=shared) for name in "ab"]  # type: ignore[arg-type]
     for attempt in attempts:
         attempt.kill()
     for attempt in attempts:
@@ -134,7 +136,8 @@ def test_slurm_cancels_a_waiting_job_and_the_runtime_a_running_payload(tmp_path:
         return Completed(0, b"", b"scancel: error: Unable to contact slurm controller\n")
 
     monkeypatch.setattr(commands, "run", run)
-    attempt = BatchJob(job, commands, "c")  # type: ignore[arg-type]
+    job.commands = commands
+    attempt = BatchJob(job, "c", str(tmp_path), STEP)  # type: ignore[arg-type]
     attempt.cancel()
     for _ in range(2):
         clock[0] += 1.0

@@ -149,7 +149,7 @@ class Job:
     """A Slurm job that runs."""
 
     def __init__(self, directory: str) -> None:
-        self.log, self.directory, self.job_id, self.place = Log(), directory, "7", ""
+        self.log, self.directory, self.job_id, self.commands = Log(), directory, "7", LocalConnection()
         self.status = self
         self.phase, self.over, self.cancelled = JobPhase.RUNNING, False, False
         self.confirmed, self.requeue = 0, False
@@ -163,9 +163,9 @@ class Job:
 
 @pytest.mark.parametrize("started", [True, False])
 def test_a_job_that_another_attempt_has_taken_over_is_not_ended(run_dir: Path, started: bool) -> None:
-    connection, job = LocalConnection(), Job(str(run_dir))
+    job = Job(str(run_dir))
     step = Step("run", "step", None, job.log, owner=first(run_dir))
-    attempt = BatchJob(job, connection, "c", step=step)  # type: ignore[arg-type]
+    attempt = BatchJob(job, "c", str(run_dir), step)  # type: ignore[arg-type]
     assert later(run_dir).take_over()
     evidence = Evidence(started_at=1.0 if started else None)
     attempt.poll(evidence)

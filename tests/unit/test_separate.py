@@ -717,8 +717,8 @@ def test_components_share_logs_of_the_job_but_not_of_their_records() -> None:
             self.asked += 1
             evidence.runtime_log, evidence.tails["runtime on c1"] = "srun: error: c1: task 0: Killed", "a log"
 
-    job, shared = Job(), Evidence()
-    parts = [ComponentJob(job, None, "c", f"/run/{name}", shared=shared) for name in "ab"]  # type: ignore[arg-type]
+    job, shared, step = Job(), Evidence(), Step("run", "step", None, None)
+    parts = [ComponentJob(job, "c", f"/run/{name}", step, shared=shared) for name in "ab"]  # type: ignore[arg-type]
     own, other = Evidence(tails={"ray of a": "mine"}), Evidence()
     for part, evidence in zip(parts, (own, other), strict=True):
         part.explain(evidence)

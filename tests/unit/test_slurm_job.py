@@ -10,6 +10,7 @@ import pytest
 
 from dagster_rayslurm import SlurmQueueConfig
 from dagster_rayslurm.backends import slurm_job
+from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.slurm_job import BatchJob, SlurmJob, settling_time
 from dagster_rayslurm.follow import Evidence
 from dagster_rayslurm.follow.follower import VISIBILITY_TIMEOUT
@@ -110,7 +111,8 @@ def test_the_queue_wait_of_a_payload_that_ends_between_two_polls(tmp_path: Path)
         queue_timeout=None,
         log=Log(),
     )
-    assert BatchJob(job, connection, "c").metadata(Evidence(started_at=now - 2))["Queue wait (s)"] == 3.0
+    running = BatchJob(job, "c", str(tmp_path), Step("run", "step", None, Log()))
+    assert running.metadata(Evidence(started_at=now - 2))["Queue wait (s)"] == 3.0
 
 
 def test_the_first_query_waits_until_slurm_knows_the_pending_reason(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
