@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,13 +23,12 @@ from ..follow import Evidence
 from ..follow.follower import RecordState
 from ..outcome.verdict import needs_job_facts
 from ..plan import Plan
-from ..runtime.node.allocation import expand_nodelist
 from ..runtime.payload.partition_runner import PARTITIONS, Chunk
 from ..runtime.protocol.messages import EndReason
-from ..runtime.protocol.record import CANCEL, CONTEXT, PAYLOAD, RUNTIME, SECRETS, LineReader, Record, tail_lines
+from ..runtime.protocol.record import CANCEL, CONTEXT, PAYLOAD, RUNTIME, SECRETS, STDIO, LineReader, Record, tail_lines
 from ..runtime.protocol.spec import to_json
-from ..slurm.accounting import JobFacts, fetch_element_facts, relevant_lines
-from ..slurm.arrays import Room, array_option, ask_room, count_jobs, ranges, rows_by_element, waits
+from ..slurm.accounting import JobFacts, facts_in_queue, fetch_element_facts, relevant_lines
+from ..slurm.arrays import Room, array_option, ask_room, by_element, count_jobs, ranges, waits
 from ..slurm.request import JobRequest, is_job_of, job_comment, job_name
 from ..slurm.shared_queue import QueueRow, QueueSnapshot, ask_patiently, fetch_queue, run_slurm
 from ..slurm.states import TERMINAL, JobPhase, JobWatch
@@ -135,9 +134,8 @@ class ArrayBackend(BatchBackend):
         def script(request: JobRequest, directory: str) -> bytes:
             return job_script(request, interpreter, runtime, directory, self.slurm, "element").encode("utf-8", "surrogateescape")
 
-        asked = script(base, run_dir)
-        print_of = fingerprint(to_json(plan.payload), lasting, asked.decode("utf-8", "surrogateescape"))
-        return _Prepared(plan, base, to_json(spec).encode(), asked, script, print_of)
+        asked = script(base, run_dir).decode("utf-8", "surrogateescape")
+        return _Prepared(plan, base, to_json(spec).encode(), script, fingerprint(to_json(plan.payload), lasting, asked))
 
     def _found(self, run_dir: str, queue: QueueSnapshot) -> list[dict[str, Any]]:
         """Returns the arrays of a run directory, by ascending number; [] if the run directory does not exist.
@@ -184,7 +182,8 @@ class ArrayBackend(BatchBackend):
             # The sweep of old files finds the names of the run's bundles and runtime in PAYLOAD and JOB_SCRIPT. The `rayslurm`
             # commands find the run by PAYLOAD and CONTEXT.
             files = run_files(prepared.plan, {**context, PARTITIONS: []}, step)  # type: ignore[typeddict-item]
-            own = {PAYLOAD: files[PAYLOAD], CONTEXT: files[CONTEXT], JOB_SCRIPT: prepared.script_for_all}
+            script = prepared.script(prepared.request, run_dir)  # Not submitted.
+            own = {PAYLOAD: files[PAYLOAD], CONTEXT: files[CONTEXT], JOB_SCRIPT: script}
             write_run_dir(self.connection, run_dir, {**own, REQUEST_FILE: prepared.fingerprint, step.owner.name: b""})
         return made
 
@@ -196,8 +195,7 @@ class _Prepared:
     plan: Plan  # With the files' paths on the cluster.
     request: JobRequest  # Without job name, comment and array option.
     runtime: bytes  # The content of `runtime.json`, with which the runtime of each element starts.
-    script_for_all: bytes  # The batch script for the run directory of the step; not submitted.
-    script: Any  # Function that returns the batch script for a request and the directory of an array.
+    script: Callable[[JobRequest, str], bytes]  # Returns the batch script for a request and the directory of an array.
     fingerprint: bytes  # The content of `REQUEST_FILE`: a hash of the settings, which a later attempt compares.
 
 
@@ -389,7 +387,7 @@ class Arrays:
         if snapshot is None or (self._snapshot is not None and snapshot.began <= self._snapshot.began):
             return
         self._snapshot = snapshot
-        rows = rows_by_element(snapshot.rows)
+        rows = by_element((row.label, row) for row in snapshot.rows)
         for array in self.running:
             for number, element in array.open.items():
                 row = rows.get((array.array_id, number))
@@ -500,7 +498,7 @@ class Arrays:
         `data` is the beginning of the output file, and `whole` the size of the file in bytes. The function reads the rest of
         the file from the cluster. `reader` splits the data into lines.
         """
-        path = os.path.join(array.directory, str(number), "stdio.jsonl")
+        path = os.path.join(array.directory, str(number), STDIO)
         while data:
             yield from reader.feed(data)
             data = self.connection.read(path, reader.next_read, _MOST_BYTES) if reader.next_read < whole else b""
@@ -578,12 +576,7 @@ def _facts_of(label: str, element: _Element) -> JobFacts | None:
     """
     row = element.row
     if row is not None and row.state in TERMINAL:
-        try:
-            nodes = tuple(expand_nodelist(row.nodes))
-        except ValueError:
-            nodes = (row.nodes,)
-        reason = "" if row.reason == "None" else row.reason
-        return JobFacts(label, row.state, reason=reason, nodes=nodes, num_nodes=row.num_nodes)
+        return facts_in_queue(label, row)
     if element.over_at is not None and not element.begun:
         return JobFacts(label, "CANCELLED")  # Slurm keeps no entry of an element that is cancelled while it waits.
     return None

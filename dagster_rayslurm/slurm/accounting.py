@@ -16,8 +16,8 @@ from typing import NamedTuple
 from ..errors import FailureKind
 from ..runtime.node.allocation import expand_nodelist, parse_duration
 from ..ssh.base import Connection
-from .arrays import elements_of
-from .shared_queue import parse_count, run_slurm, unanswered
+from .arrays import by_element
+from .shared_queue import QueueRow, parse_count, run_slurm, unanswered
 from .states import BY_SEVERITY, LOST_NODES, TERMINAL
 
 _TIMEOUT = 120.0  # Seconds for one call of scontrol, sacct or id.
@@ -217,14 +217,8 @@ def parse_sacct_elements(text: str) -> dict[tuple[int, int], JobFacts]:
     `text` is the output of `sacct --noheader --parsable2 --duplicates` with the columns `SACCT_FIELDS`. Jobs in `text` that are
     no arrays are left out.
     """
-    found: dict[tuple[int, int], JobFacts] = {}
-    for label, attempts in _attempts_by_label(text).items():
-        array, numbers = elements_of(label) or (0, [])
-        for number in numbers:
-            # Elements that were cancelled while they waited share one row; an element's own row says more.
-            if "[" not in label or (array, number) not in found:
-                found[array, number] = _from_sacct(f"{array}_{number}", attempts)
-    return found
+    found = by_element(_attempts_by_label(text).items())
+    return {(array, number): _from_sacct(f"{array}_{number}", attempts) for (array, number), attempts in found.items()}
 
 
 def _attempts_by_label(text: str) -> dict[str, list[_Attempt]]:
@@ -258,6 +252,11 @@ def _from_sacct(number: int | str, attempts: list[_Attempt]) -> JobFacts:
         max_rss=max((size for size in (parse_size(row["MaxRSS"]) for row in steps) if size is not None), default=None),
         step_out_of_memory=any(row["State"].startswith("OUT_OF_ME") for row in steps),
     )
+
+
+def facts_in_queue(label: str, row: QueueRow) -> JobFacts:
+    """Returns the facts that the row of an element in the queue shows; the facts get the id `label`, such as "12_7"."""
+    return _facts(label, row.state, row.reason, "", row.nodes, str(row.num_nodes))
 
 
 def _facts(number: int | str, state: str, reason: str, exit_code: str, nodes: str, num_nodes: str) -> JobFacts:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ..ssh.base import Connection
 from .shared_queue import QueueRow, parse_count, run_slurm
@@ -18,6 +18,8 @@ from .states import TERMINAL
 
 if TYPE_CHECKING:
     from .config import SlurmQueueConfig  # Imports Dagster, which takes longer than a listing of runs.
+
+T = TypeVar("T")
 
 _LABEL = re.compile(r"(?P<array>[0-9]+)_(?:(?P<one>[0-9]+)|\[(?P<many>[0-9,-]+)(?:%[0-9]+)?\])")
 _DEFAULT_SIZE = 1001  # MaxArraySize unless slurm.conf sets it.
@@ -41,18 +43,18 @@ def waits(row: QueueRow) -> bool:
     return "[" in row.label
 
 
-def rows_by_element(rows: Iterable[QueueRow]) -> dict[tuple[int, int], QueueRow]:
-    """Returns the row of squeue for each element, by array id and element number; rows of jobs that are no arrays are left out.
+def by_element(rows: Iterable[tuple[str, T]]) -> dict[tuple[int, int], T]:
+    """Returns the row of squeue or sacct for each element, by array id and element number.
 
-    An element that Slurm runs again may be in two rows: in the row of all waiting elements, and in a row of its own. The result
-    then has the element's own row.
+    `rows` has pairs of a label and a row; rows of jobs that are no arrays are left out. An element that Slurm runs again may be
+    in two rows: in the row of all waiting elements, and in a row of its own. The result then has the element's own row.
     """
-    found: dict[tuple[int, int], QueueRow] = {}
-    for row in rows:
-        array, numbers = elements_of(row.label) or (0, [])
+    found: dict[tuple[int, int], T] = {}
+    for label, row in rows:
+        array, numbers = elements_of(label) or (0, [])
         for number in numbers:
-            # An element that Slurm runs again may be in two rows; the element's own row says more.
-            if not waits(row) or (array, number) not in found:
+            # The element's own row says more than a row of several elements.
+            if "[" not in label or (array, number) not in found:
                 found[array, number] = row
     return found
 

@@ -8,12 +8,12 @@ from dagster_rayslurm.slurm.accounting import parse_sacct_elements
 from dagster_rayslurm.slurm.arrays import (
     Room,
     array_option,
+    by_element,
     count_jobs,
     elements_of,
     parse_largest,
     parse_submit_limit,
     ranges,
-    rows_by_element,
 )
 from dagster_rayslurm.slurm.request import render_script
 from dagster_rayslurm.slurm.shared_queue import QueueRow
@@ -43,7 +43,7 @@ def test_labels(label: str, found: object) -> None:
 
 def test_an_element_that_runs_again_has_the_row_of_its_own() -> None:
     rows = [row("12_[1-2%1]", "PENDING", 12), row("12_1", "RUNNING", 13), row("12_0", "COMPLETED", 14), row("9", "RUNNING", 9)]
-    found = rows_by_element(rows)
+    found = by_element((row.label, row) for row in rows)
     assert {key: each.state for key, each in found.items()} == {(12, 0): "COMPLETED", (12, 1): "RUNNING", (12, 2): "PENDING"}
     assert count_jobs([*rows[::2], rows[3]]) == 3  # Two that wait, and a job of another kind.
 
