@@ -128,7 +128,7 @@ class ArrayBackend(BatchBackend):
         packed, interpreter, runtime = self.deliver(plan, step)
         plan = packed.plan
         base = self._request(plan, job_name="rayslurm", comment="")
-        spec = runtime_spec(f"{CLUSTER}{plan.payload.nonce}", plan, base, self.queue)
+        spec = runtime_spec(f"{CLUSTER}{plan.payload.nonce}", plan, base)
         lasting = to_json(replace(spec, control_key="", control_ports=[]))
 
         def script(request: JobRequest, directory: str) -> bytes:

@@ -302,8 +302,7 @@ class BatchBackend(JobBackend):
         plan = packed.plan
         name = job_name(step.step_key, plan.payload.nonce)
         request = self._request(plan, job_name=name, comment=job_comment(step.run_id, step.step_key, step.partition_key))
-        leading_queue = self.components[0].queue if self.components else self.queue  # Has the options of the whole job.
-        spec = runtime_spec(f"{CLUSTER}{plan.payload.nonce}", plan, request, leading_queue)
+        spec = runtime_spec(f"{CLUSTER}{plan.payload.nonce}", plan, request)
         lasting = replace(spec, control_key="", control_ports=[])
         asked = job_script(replace(request, comment=""), interpreter, runtime, run_dir, self.slurm)
         if submits:
@@ -394,13 +393,12 @@ def live_jobs(connection: Connection, nonce: str) -> list[int]:
     return list(dict.fromkeys((elements_of(row.label) or (row.job_id, []))[0] for row in alive))
 
 
-def runtime_spec(cluster_id: str, plan: Plan, request: JobRequest, queue: SlurmQueueConfig) -> RuntimeSpec:
-    """Returns the content of `runtime.json`, the settings with which the runtime of a job starts.
+def runtime_spec(cluster_id: str, plan: Plan, request: JobRequest) -> RuntimeSpec:
+    """Returns the content of `runtime.json`, the settings with which the runtime of the job `request` starts.
 
-    `cluster_id` is the id that the Ray cluster gets. The field `signal_before_timeout` of `queue` says which signal the payload
-    gets before the job's time limit, and how long before. Each call makes a new secret key for requests to the runtime.
+    `cluster_id` is the id that the Ray cluster gets. Each call makes a new secret key for requests to the runtime.
     """
-    signal_name, before = split_signal(queue.signal_before_timeout)
+    signal_name, before = split_signal(request.queue.signal_before_timeout)
     components = component_specs(request)
     return RuntimeSpec(
         cluster_id,

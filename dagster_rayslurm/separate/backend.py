@@ -149,7 +149,7 @@ class SeparateBatchBackend(JobBackend):
             JOB_SCRIPT: job_script(request, interpreter, runtime, run_dir, self.slurm, _ROLE).encode("utf-8", "surrogateescape"),
             EXIT: b"",
         }
-        specs = job_specs(cluster_id, plans, request, self.components)
+        specs = job_specs(cluster_id, plans, request)
         for component, plan in plans.items():
             own = {**run_files(plan, context, step), RUNTIME: to_json(specs[component]).encode("utf-8"), CANCEL: b""}
             files.update({f"{COMPONENTS}/{component}/{name}": content for name, content in own.items()})
@@ -169,23 +169,21 @@ class SeparateBatchBackend(JobBackend):
         return example_script(request, self.slurm, _ROLE)
 
 
-def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Sequence[Component]) -> dict[str, RuntimeSpec]:
+def job_specs(cluster_id: str, plans: Plans, request: JobRequest) -> dict[str, RuntimeSpec]:
     """Returns, by component name, the content of `runtime.json` (the settings of a runtime), for one heterogeneous job.
 
     The runtime of each component treats its component as a whole job. All Ray clusters share one token, so that a payload can use
     the clusters of other components. Each component has a control key of its own, the secret with which its nodes connect to each
     other, so that nodes join only the cluster of their own component. `cluster_id` is the id of all Ray clusters. `plans` has the
-    plan of each component's payload, by component name. `request` is the request for the job. `components` are the components in
-    the order of the job.
+    plan of each component's payload, by component name, in the order of the job. `request` is the request for the job.
     """
     secret = secrets.token_hex(32)
     barriers = barrier_specs(plans, derive_key(secret, "meeting"))
     specs = {}
-    for part, each in zip(request.components, components, strict=True):
-        component = each.component_id
+    for component, part in zip(plans, request.components, strict=True):
         alone = replace(part, component_id=None, further_components=())
         specs[component] = replace(
-            runtime_spec(cluster_id, plans[component], alone, components[0].queue),
+            runtime_spec(cluster_id, plans[component], alone),
             control_key=derive_key(secret, "component:" + component),
             token_key=derive_key(secret, "token"),
             meeting=barriers[component],

@@ -226,7 +226,7 @@ def parts(**launchers: Any) -> tuple[Component, ...]:
 def test_runtimes_of_a_job_share_a_token_but_no_control_key() -> None:
     components = parts(a=RayLauncher(startup_timeout=20), b=BashLauncher(), c=RayLauncher(startup_timeout=40))
     request = request_for(components, job_name="rayslurm", comment="")
-    specs = job_specs("slurm-n", plans_of(components), request, components)
+    specs = job_specs("slurm-n", plans_of(components), request)
     assert list(specs) == ["a", "b", "c"] and [each.component_id for each in component_specs(request)] == ["a", "b", "c"]
     assert len({spec.control_key for spec in specs.values()}) == 3 and len({spec.token_key for spec in specs.values()}) == 1
     for name, spec in specs.items():

@@ -316,7 +316,7 @@ class SessionBackend(batch.ClusterBackend):
         request for the session's job, and `plan` is the first payload's plan.
         """
         return replace(
-            batch.runtime_spec(cluster_id, replace(plan, ray=required.ray), request, required.queue),
+            batch.runtime_spec(cluster_id, replace(plan, ray=required.ray), request),
             ray=required.ray if self.reuse else None,
             preload=self.launcher.preload if isinstance(self.launcher, RayLauncher) else [],
             **self.session.for_runtime(),
