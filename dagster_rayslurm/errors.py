@@ -1,10 +1,11 @@
-"""The kinds of failure, the error of a runtime that cannot be started, and texts of errors; imports no Dagster."""
+"""The kinds of failure, the verdict, the error of a runtime that cannot be started, and texts of errors; imports no Dagster."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -48,6 +49,15 @@ def may_retry(kind: FailureKind | None, retry: bool | None = None) -> bool:
     failure, and the result is False.
     """
     return kind is not None and kind not in _FINAL if retry is None else retry
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a payload or run: success, or a kind of failure with a sentence for the user."""
+
+    kind: FailureKind | None  # None for success.
+    sentence: str
+    retry: bool | None = None  # Whether another attempt may succeed; None for the default of the kind.
 
 
 def without_colours(text: str) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import FailureKind, UnhealthyNode, without_colours
+from ..errors import Verdict as Verdict  # Other modules import it from here.
 from ..follow import Evidence
 from ..runtime.process import processes
 from ..runtime.protocol.messages import EndReason
@@ -47,15 +48,6 @@ _NO_DETAIL = "<no detail available>"  # Python's text for an exception that it c
 _NEAR = 20  # Lines of standard error within which the cause of the end is looked for; an earlier traceback is too old.
 # Lines of output that do not explain an end: routine log lines, and lines that Ray prints for other processes.
 _ROUTINE = re.compile(r"\b(DEBUG|INFO)\b|^\((autoscaler|raylet|[^()]*pid=\d)")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The outcome of a payload or run: success, or a kind of failure with a sentence for the user."""
-
-    kind: FailureKind | None  # None for success.
-    sentence: str
-    retry: bool | None = None  # Whether another attempt may succeed; None for the default of the kind.
 
 
 SUCCESS = Verdict(None, "the payload succeeded")
@@ -130,12 +122,12 @@ def judge_job(evidence: Evidence) -> Verdict | None:
     found = explain_job_end(job, log, terminated=end is not None and end["reason"] == EndReason.TERMINATED, silent=silent)
     if found is None or (end is not None and end["reason"] == EndReason.EXIT and not job.out_of_memory):
         return None  # Slurm explains nothing, or somebody killed the payload alone, and the job went on.
-    if found[0] == FailureKind.RUNTIME and evidence.culprit is not None:
+    if found.kind == FailureKind.RUNTIME and evidence.culprit is not None:
         return Verdict(FailureKind.RUNTIME, f"{evidence.culprit}, and Slurm ended those of all nodes")
-    if evidence.queued and end is None and found[0] != FailureKind.CANCELLED:
+    if evidence.queued and end is None and found.kind != FailureKind.CANCELLED:
         # A payload that waited in a session did not cause the session's end.
-        return replace(_for_reason(EndReason.RETURNED, found[1]), kind=found[0])
-    return Verdict(*found)
+        return replace(_for_reason(EndReason.RETURNED, found.sentence), kind=found.kind)
+    return found
 
 
 def _without_end(evidence: Evidence) -> Verdict:

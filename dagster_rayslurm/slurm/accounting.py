@@ -11,9 +11,8 @@ import collections
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-from ..errors import FailureKind
+from ..errors import FailureKind, Verdict
 from ..runtime.node.allocation import expand_nodelist, parse_duration
 from ..ssh.base import Connection
 from .arrays import by_element
@@ -375,18 +374,7 @@ def memory_kill(output: str) -> str | None:
 # ---- The verdict
 
 
-class JobVerdict(NamedTuple):
-    """What the end of a Slurm job says about the failure of its run: the kind of the failure, and a sentence for the user.
-
-    `retry` says whether a `RetryPolicy` may retry the step; None stands for the default of `kind`.
-    """
-
-    kind: FailureKind
-    sentence: str
-    retry: bool | None = None
-
-
-def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> JobVerdict | None:
+def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> Verdict | None:
     """Returns the failure of a run that the facts of its Slurm job explain; None if the facts explain no failure.
 
     A pure function.
@@ -410,39 +398,39 @@ def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> 
         measured = f", of which Slurm saw {_mebibytes(part.max_rss)}" if part.max_rss else ""
         sentence = f"OUT_OF_MEMORY: {on_nodes} used more memory than it was granted{granted}"
         sentence += f" ({killed})" if killed else measured
-        return JobVerdict(FailureKind.ALLOCATION, f"{sentence}; ask for more with SlurmQueueConfig.mem or mem_per_cpu", False)
+        return Verdict(FailureKind.ALLOCATION, f"{sentence}; ask for more with SlurmQueueConfig.mem or mem_per_cpu", False)
     if state in ("TIMEOUT", "DEADLINE"):
         what = "time limit" if state == "TIMEOUT" else "deadline"
         limit = f" of {_duration(job.time_limit)}" if job.time_limit else ""
         ran = f" after {_duration(job.elapsed)}" if job.elapsed else ""
         sentence = f"{state}: {which} was ended at its {what}{limit}{ran}; raise SlurmQueueConfig.time_limit"
-        return JobVerdict(FailureKind.ALLOCATION, sentence, False)
+        return Verdict(FailureKind.ALLOCATION, sentence, False)
     if (lost := state or job.state) in LOST_NODES:
-        return JobVerdict(FailureKind.ALLOCATION, f"{lost}: {on_nodes} is lost, {LOST_NODES[lost]}{reason}", True)
+        return Verdict(FailureKind.ALLOCATION, f"{lost}: {on_nodes} is lost, {LOST_NODES[lost]}{reason}", True)
     if state == "CANCELLED":
         by = "" if job.cancelled_by is None else f" by user id {job.cancelled_by}"
         why = "" if job.reason in _REASONS_FOR_WAITING else reason
-        return JobVerdict(FailureKind.CANCELLED, f"{which} was cancelled{by}{why}")
+        return Verdict(FailureKind.CANCELLED, f"{which} was cancelled{by}{why}")
     if terminated and state is None:
         code = f", exit code {job.exit_code}" if job.exit_code else ""
         ends = f"{on_nodes} is {job.state}{reason}{code}; `sacct -j {job.job_id}` may tell more by now"
         if job.state == "COMPLETING":  # Jobs that fail by themselves have a reason.
             what = "the job was ended from outside, and Slurm does not say yet by whom"
-            return JobVerdict(FailureKind.CANCELLED, f"{what}: {ends}")
-        return JobVerdict(FailureKind.RUNTIME, f"the runtime got a signal from outside, and Slurm does not say why: {ends}")
+            return Verdict(FailureKind.CANCELLED, f"{what}: {ends}")
+        return Verdict(FailureKind.RUNTIME, f"the runtime got a signal from outside, and Slurm does not say why: {ends}")
     if terminated:
         what = f"the runtime got a signal from outside, though Slurm cancelled nothing: {on_nodes} is {state}"
         why = "the runtime of another node died, or somebody signalled it (see the nodes' logs)"
-        return JobVerdict(FailureKind.RUNTIME, f"{what}; {why}")
+        return Verdict(FailureKind.RUNTIME, f"{what}; {why}")
     not_started = _NOT_STARTED.search(log)
     if not_started and state == "FAILED":
         what = f"{on_nodes} cannot start {not_started[1]}: {not_started[2]}"
         advice = "name an environment that the compute nodes see at this path, and can run"
-        return JobVerdict(FailureKind.ENVIRONMENT, f"{what}; {advice}")
+        return Verdict(FailureKind.ENVIRONMENT, f"{what}; {advice}")
     if silent and state in ("FAILED", "COMPLETED"):
         what = f"{state}: {on_nodes} ended before it could write into its run directory{reason}"
         advice = "SlurmResource.remote_base must be on a file system that the edge and the compute nodes share"
-        return JobVerdict(FailureKind.ALLOCATION, f"{what}; {advice}", False)
+        return Verdict(FailureKind.ALLOCATION, f"{what}; {advice}", False)
     return None
 
 
