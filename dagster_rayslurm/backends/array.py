@@ -447,7 +447,7 @@ class Arrays:
         """
         element = array.open[number]
         nonce = f"{self.prepared.plan.payload.nonce}-{number}"
-        state = RecordState(nonce, 0.0, array.job.requeue, LineReader(), LineReader())
+        state = RecordState(nonce, 0.0, array.job.requeue)
         ended = Ended(element.keys, array.number, f"{array.array_id}_{number}", state.evidence)
         for record in state.journal.feed(journal):
             if state.add(record):

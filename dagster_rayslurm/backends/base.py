@@ -30,6 +30,7 @@ from ..ssh.base import Connection, Read
 from .layout import Layout
 from .ownership import UNCONTESTED, Ownership
 
+_SWEEP_TIMEOUT = 600.0  # Seconds for one removal of old files on a cluster; without SSH, there is no limit.
 _INTERVAL = 1.0  # Seconds between two attempts to deliver a cancel request.
 # Seconds within which a further signal belongs to the same interrupt: Ctrl-C reaches a step process twice, from the terminal
 # and from Dagster's multiprocess executor.
@@ -339,9 +340,7 @@ def deferred_interrupts() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(later)
 
 
-def sweep_remote(
-    connection: Connection, base: str, retention_days: float, *, every_minutes: int = 60, timeout: float = 600.0
-) -> list[str]:
+def sweep_remote(connection: Connection, base: str, retention_days: float, *, every_minutes: int = 60) -> list[str]:
     """Remove the run directories, sessions, bundles and runtimes on the cluster that were not used for `retention_days`.
 
     The directory of a session's allocation stays while the allocation's job may live. The newest directory of each session
@@ -354,10 +353,9 @@ def sweep_remote(
         retention_days: The number of days; less than a minute counts as a minute.
         every_minutes: All processes on all machines together sweep at most once in this number of minutes. If the number is 0,
             each call sweeps.
-        timeout: The number of seconds after which the call gives up; without SSH, it never does. A later sweep removes the rest.
 
     Returns the removed paths, relative to the base directory; [] if no sweep is due. Raises OSError if the cluster cannot be
-    reached, the base directory cannot be written, or the call has given up.
+    reached, the base directory cannot be written, or the call takes longer than `_SWEEP_TIMEOUT`. A later sweep removes the rest.
     """
     swept = connection.modified(os.path.join(base, SWEPT))
     # If the clocks differ, a sweep starts in vain, or later.
@@ -368,4 +366,4 @@ def sweep_remote(
         with contextlib.suppress(OSError):
             jobs = [row.job_id for row in fetch_queue(connection).rows]
     age = max(60.0, retention_days * 86400.0)
-    return connection.call(sweep, base, age, 60.0 * every_minutes, jobs, timeout=timeout)
+    return connection.call(sweep, base, age, 60.0 * every_minutes, jobs, timeout=_SWEEP_TIMEOUT)

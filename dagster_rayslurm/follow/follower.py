@@ -68,8 +68,8 @@ class RecordState:
     nonce: str  # A random text that marks the payload; an `end` with another nonce belongs to another payload, and is ignored.
     loss_timeout: float  # Seconds for which the record may be unreachable.
     requeue: bool  # Whether Slurm may requeue the job; then an `end` after a signal from outside is not final.
-    journal: LineReader
-    output: LineReader
+    output: LineReader = field(default_factory=LineReader)
+    journal: LineReader = field(default_factory=LineReader)
     evidence: Evidence = field(default_factory=Evidence)  # A new object after each requeue.
     restarts: int = 0  # How often Slurm has requeued the job, as of the last read.
     unreachable_since: float | None = None  # Since when each read has failed, by the monotonic clock; None if the last did not.
@@ -153,7 +153,7 @@ class Follower:
     further_reads: Callable[[], Sequence[Read]] = tuple
 
     def __post_init__(self) -> None:
-        self.state = RecordState(self.nonce, self.loss_timeout, self.requeue, LineReader(), LineReader(self.reattach.offset))
+        self.state = RecordState(self.nonce, self.loss_timeout, self.requeue, LineReader(self.reattach.offset))
         self._prefix = "[rayslurm] " if self.component is None else f"[rayslurm] {self.component}: "
         self._output = OutputWriter("" if self.component is None else f"[{self.component}] ", self._warn)
         self._fabric = FabricWatch(self.fabric)

@@ -315,7 +315,7 @@ def end_named(connection: Connection, name: str) -> str:
     reason, began = "Slurm has not confirmed its end", time.monotonic()
     try:
         while time.monotonic() - began < _GONE_DEADLINE:
-            _cancel_by_name(connection, name)
+            run_slurm(connection, ["scancel", "--quiet", "--me", f"--name={name}"], timeout=60)
             alive = [row for row in fetch_queue(connection).named(name) if row.state not in TERMINAL]
             if not alive and time.monotonic() - began > _LATE_SUBMISSION:
                 return ""
@@ -323,7 +323,3 @@ def end_named(connection: Connection, name: str) -> str:
     except OSError as error:
         reason = str(error)
     return f"a Slurm job named {name} may have been submitted ({reason}); run `scancel --name={name}` on {connection.place}"
-
-
-def _cancel_by_name(connection: Connection, name: str) -> None:
-    run_slurm(connection, ["scancel", "--quiet", "--me", f"--name={name}"], timeout=60)

@@ -18,7 +18,6 @@ from dagster_rayslurm.follow import Cadence
 from dagster_rayslurm.follow.follower import RecordState
 from dagster_rayslurm.runtime.payload.life import Awaited, Life, Phase
 from dagster_rayslurm.runtime.protocol.messages import End, EndReason
-from dagster_rayslurm.runtime.protocol.record import LineReader
 from dagster_rayslurm.runtime.protocol.spec import PayloadSpec, RaySpec
 from dagster_rayslurm.runtime.ray.membership import Member, Membership, NodeEvent, Report
 from dagster_rayslurm.runtime.separate.barrier import Barrier, ComponentAddress, ComponentState, Ended
@@ -199,7 +198,7 @@ def record() -> Core:
     """What Dagster's side knows of a payload from its record; a state is the list of what happened."""
 
     def after(events: tuple[str, ...]) -> tuple[RecordState, bool]:
-        state, over = RecordState("n", 60.0, True, LineReader(), LineReader()), False
+        state, over = RecordState("n", 60.0, True), False
         cadence = Cadence(busy=1.0, idle=1.0, waiting=1.0)
         for now, event in enumerate(events):
             if event == "Slurm requeues the job":

@@ -341,7 +341,6 @@ class SlurmSite(Site):
     began: float  # When the step began to look for a session (monotonic clock).
 
     def __post_init__(self) -> None:
-        self._poll_interval = self.backend.slurm.poll_interval
         self._queue = self.backend.user_queue
 
     def deliver(self) -> None:
@@ -354,9 +353,10 @@ class SlurmSite(Site):
         parts = [JobRequest(name, "", SlurmQueueConfig(**queue), part) for part, queue in capacity.queues.items()]
         request = replace(parts[0], further_components=tuple(parts[1:]))
         job = self.backend.slurm_job(request, SubmittedJob(announcement.job_id, 0.0), session.directory, self.step)
-        if self.step.reattached:  # This process does not know whether the session was reused or how long the wait was.
-            return SessionPayload(self, session, job, self._poll_interval)
-        return SessionPayload(self, session, job, self._poll_interval, reused, time.monotonic() - self.began)
+        payload = SessionPayload(self, session, job, self.backend.slurm.poll_interval)
+        if not self.step.reattached:  # Otherwise it is not known whether the session was reused, and how long the wait was.
+            payload.reused, payload.waited = reused, time.monotonic() - self.began
+        return payload
 
     def create(self, registry: SessionRegistry, target: Target, number: int, hold: Callable[[Allocation], None]) -> bool:
         step, backend, created_with = self.step, self.backend, target.created_with
