@@ -24,7 +24,7 @@ from dagster_rayslurm import BashLauncher, CompletedRun, ComputeResource, Launch
 from dagster_rayslurm.backends.base import Layout
 from dagster_rayslurm.backends.sessions import local
 
-from .core import is_core
+from .core import is_core, unknown_entries
 from .fake_slurm import FakeSlurm
 from .stack.access import Stack, stack_of_ones_own
 
@@ -54,8 +54,14 @@ class _Scheduling(LoadScopeScheduling):
         return file if file.split("/")[1] in _ON_THE_STACK or file.endswith(_TOGETHER) else nodeid
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Called by pytest after collection: marks tests that use the Slurm stack `stack`, and those of `make test-stack` `core`."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Called by pytest after collection: marks tests that use the Slurm stack `stack`, and those of `make test-stack` `core`.
+
+    Raises UsageError if all tests are collected, and tests/core.py names a test that is not there.
+    """
+    if config.args == config.getini("testpaths") and (unknown := unknown_entries([item.nodeid for item in items])):
+        raise pytest.UsageError(f"tests/core.py names tests that are not there: {', '.join(unknown)}")
     for item in items:
         if "stack" in getattr(item, "fixturenames", ()):
             item.add_marker("stack")

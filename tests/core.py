@@ -4,6 +4,8 @@ An entry is a test, or one case of it. `CORE` are tests of the Slurm stack: each
 fault for each component. `SLOW` are tests that need no Slurm, and start several Ray clusters each: `make test` leaves them out.
 """
 
+from collections.abc import Sequence
+
 CORE = {
     "connections/test_contract.py": (
         "test_exit_code_and_output_of_a_command",
@@ -226,3 +228,10 @@ def is_core(nodeid: str, stack: bool = True) -> bool:
     """
     path, _, case = nodeid.removeprefix("tests/").partition("::")
     return any(case == entry or case.partition("[")[0] == entry for entry in (CORE if stack else SLOW).get(path, ()))
+
+
+def unknown_entries(nodeids: Sequence[str]) -> list[str]:
+    """Returns the entries of `CORE` and `SLOW` that name no test and no case among `nodeids`, which pytest has collected."""
+    known = {name for nodeid in nodeids for name in (nodeid, nodeid.partition("[")[0])}
+    named = [f"tests/{path}::{entry}" for path, entries in (*CORE.items(), *SLOW.items()) for entry in entries]
+    return [each for each in named if each not in known]

@@ -270,6 +270,7 @@ def open_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         shutil.rmtree(path)
 
 
+@pytest.mark.thorough
 def test_a_stranger_gets_hold_of_nothing_on_this_machine(open_place: Path, script: Any) -> None:
     base = open_place / "base"
     compute = ComputeResource(local_base=str(base), default_launcher=small_ray(dashboard=True, num_cpus_per_node=2))

@@ -101,7 +101,9 @@ def test_the_run_succeeds_without_the_node(
         )
 
 
-@pytest.mark.parametrize("mode", ["slurm", "slurm-session", "warm"])
+@pytest.mark.parametrize(
+    "mode", ["slurm", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("slurm-session", "warm"))]
+)
 def test_there_is_one_second_try(mode: str, make: Make, fake_slurm: FakeSlurm, script: Any, tmp_path: Path) -> None:
     """The other node is as bad: both are remembered, and a later run excludes only as many as can be spared."""
     warm = {"enable_cluster_reuse": True} if mode == "warm" else {}

@@ -87,7 +87,12 @@ while "config" not in calls.read_text() or len(children.read_text().split()) > 1
 
 @pytest.mark.parametrize(
     ("joules", "fails", "asked", "shown"),
-    [(7_200_000, False, 1, 2.0), (7_200_000, True, 1, None), (0, False, 1, None), (None, False, 0, None)],
+    [
+        (7_200_000, False, 1, 2.0),
+        pytest.param(7_200_000, True, 1, None, marks=pytest.mark.thorough),
+        pytest.param(0, False, 1, None, marks=pytest.mark.thorough),
+        (None, False, 0, None),
+    ],
 )
 def test_the_energy_of_a_job_is_shown_where_slurm_measures_it(
     joules: int | None, fails: bool, asked: int, shown: float | None, fake_slurm: FakeSlurm, script: Any, tmp_path: Path
