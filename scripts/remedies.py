@@ -56,7 +56,6 @@ REMEDIES = {
     "the Ray cluster of … has ended (its runtime was killed)": "run the asset again; `rayslurm show` tells what killed it",
     "the Ray cluster of … has ended…": "run the asset again, or start a session with `rayslurm session start`",
     "the Ray cluster of … has no dashboard: RayLauncher(dashboard=False)": "remove `dashboard=False`, and run again",
-    "the session has not started": "try again; the lines before this message say why",
     "the session … had ended already": "do nothing: it holds no nodes",
     "there is no session …; `rayslurm session list` lists them": "choose a name in `rayslurm session list`",
     "there is no … in … or above, nor in …, to name cluster …": "write the file, or name a `ComputeResource` with --from",
@@ -143,7 +142,6 @@ REMEDIES = {
     "the server closes connections before the login; it has too many logins at once (MaxStartups), is restarting, or bans this "
     "machine: try again later": "try again later; if it returns, let fewer processes log in at the same time",
     "the server opens no session (…)": "try again; if it returns, ask your administrators about limits of sshd",
-    "…: this connection has no terminals; … cannot be run": REPORT,
     "…: … took over … s and was ended": "check the load of the edge node, and try again",
     # Environments
     "… cannot be fetched: …": "check the network of this machine and the index in the lock file, and try again",

@@ -102,6 +102,12 @@ def release() -> None:
         _lock_before = -1
 
 
+def is_full(path: str) -> bool:
+    """Returns whether the disk of `path` is too full for a scratch directory."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize < _MIN_FREE_BYTES
+
+
 def _check_disk(path: str, needed: int) -> None:
     found = os.statvfs(path)
     if found.f_bavail * found.f_frsize < needed:

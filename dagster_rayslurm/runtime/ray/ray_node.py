@@ -23,7 +23,7 @@ from ..node.resources import NodeResources, granted_gpus, usable_memory
 from ..node.usage import logs_of
 from ..process import processes
 from ..process.loop import Loop
-from ..process.scratch import Scratch
+from ..process.scratch import Scratch, is_full
 from ..protocol.messages import ClusterError, EndReason, Unhealthy
 from ..protocol.record import split_lines, tail_file
 from ..protocol.rpc import derive_key
@@ -441,7 +441,8 @@ class RayNode:
             return
         node, how = self.machine.name, "signal %d" % -code if code < 0 else "exit code %d" % code
         if self.ready or (self._gcs and _UP in tail_file(self._log, lines=200)):
-            return self._fail("Ray on node %s ended with %s" % (node, how))
+            full = "; the disk of %s is full" % self.scratch.path if is_full(self.scratch.path) else ""
+            return self._fail("Ray on node %s ended with %s%s" % (node, how, full))
         temporary = any(_TEMPORARY.search(tail_file(path, lines=200)) for path in self._log_paths.values())
         if self._attempt < _ATTEMPTS and temporary:
             why = "a port was taken, or Ray's agents were slow; trying Ray on node %s again" % node
