@@ -240,6 +240,7 @@ def test_steps_of_the_asynchronous_executor_wait_at_once(fake_slurm: FakeSlurm, 
         assert all(instance.get_latest_materialization_event(dg.AssetKey(f"asset_{number}")) for number in range(5))
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_the_jobs_of_the_asynchronous_executor(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     pytest.importorskip("dagster_async_executor", reason="the package dagster-async-executor is not installed")
     fake_slurm.set(starts=False)

@@ -75,7 +75,7 @@ def test_a_built_in_check_names_node_check_and_finding(make: Make, fake_slurm: F
     [
         pytest.param("slurm", {}, id="slurm"),
         pytest.param("slurm-session", {}, id="fresh-clusters", marks=pytest.mark.thorough),
-        pytest.param("slurm-session", {"enable_cluster_reuse": True}, id="warm-cluster"),
+        pytest.param("slurm-session", {"enable_cluster_reuse": True}, id="warm-cluster", marks=pytest.mark.thorough),
     ],
 )
 def test_the_run_succeeds_without_the_node(

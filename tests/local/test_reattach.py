@@ -214,6 +214,7 @@ def test_the_retry_has_the_result_if_either_attempt_sees_the_end_first(scene: Sc
     assert len(scene.failures) == 1 and "superseded" in scene.failures[0]
 
 
+@pytest.mark.thorough
 def test_an_interrupt_of_the_old_process_leaves_the_payload_to_the_retry(scene: Scene) -> None:
     old, new = scene.begin()
     old.send_signal(signal.SIGTERM)
