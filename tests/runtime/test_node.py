@@ -23,6 +23,8 @@ from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
 from dagster_rayslurm.runtime.ray.node_main import lacks_tokens, refuse_version
 from dagster_rayslurm.runtime.ray.ray_node import RayNode, start_arguments
 
+from ..conftest import small_disk
+
 HERE = resources.NodeResources("n1", num_cpus=4, num_gpus=1, memory=64 * 2**30, memory_limit=None)
 
 
@@ -200,6 +202,14 @@ def test_scratch_is_short_private_and_goes() -> None:
     assert scratch.sweep() == []  # It has an owner.
     private.remove()
     assert not os.path.exists(private.path)
+
+
+def test_a_full_disk_is_told_from_one_that_does_not_say(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "512k") as disk:
+        assert not scratch.is_full(str(disk))
+        (disk / "filled").write_bytes(bytes(400 * 1024))
+        assert scratch.is_full(str(disk))
+    assert not scratch.is_full(str(tmp_path / "gone"))
 
 
 @pytest.mark.parametrize("fault", ["lock", "marker"])

@@ -103,15 +103,21 @@ def release() -> None:
 
 
 def is_full(path: str) -> bool:
-    """Returns whether the disk of `path` is too full for a scratch directory."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize < _MIN_FREE_BYTES
+    """Returns whether the disk of `path` is too full for a scratch directory; False also if the disk does not say."""
+    try:
+        return _free_bytes(os.statvfs(path)) < _MIN_FREE_BYTES
+    except OSError:
+        return False
+
+
+def _free_bytes(disk: os.statvfs_result) -> int:
+    return disk.f_bavail * disk.f_frsize
 
 
 def _check_disk(path: str, needed: int) -> None:
     found = os.statvfs(path)
-    if found.f_bavail * found.f_frsize < needed:
-        raise OSError(errno.ENOSPC, "%.1f of %.1f GiB are free" % (found.f_bavail * found.f_frsize / 2**30, needed / 2**30))
+    if _free_bytes(found) < needed:
+        raise OSError(errno.ENOSPC, "%.1f of %.1f GiB are free" % (_free_bytes(found) / 2**30, needed / 2**30))
     if found.f_flag & getattr(os, "ST_NOEXEC", 0):
         raise OSError(errno.EACCES, "it is mounted with noexec")
 
