@@ -22,7 +22,7 @@ from .runtime.node.resources import Footprint
 from .runtime.payload.environment import JOB_CONFIG, job_config, shared_variables
 from .runtime.protocol.spec import ComponentSpec, PayloadSpec, RaySpec, is_passable
 from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
-from .slurm.request import requests_gpus
+from .slurm.request import SBATCH_FIELDS, requests_gpus
 
 C = TypeVar("C", bound=StrictConfig)
 T = TypeVar("T")
@@ -268,11 +268,8 @@ def _without_contradictions(base: SlurmQueueConfig, given: Mapping[str, Any]) ->
     `mem_per_cpu`, because a job cannot have both. The result always has `extra_sbatch`, without the options that contradict
     a field in `given`.
     """
-    changes: dict[str, Any] = {}
-    if given.get("mem") is not None:
-        changes["mem_per_cpu"] = None
-    if given.get("mem_per_cpu") is not None:
-        changes["mem"] = None
+    set_now = [each for each in SBATCH_FIELDS if given.get(each.name) is not None]
+    changes: dict[str, Any] = {name: None for each in set_now for name in each.excludes}
     options = given.get("extra_sbatch", ())
     if any(map(requests_gpus, options)):
         changes |= {"gpus_per_node": None, "gpu_type": None}

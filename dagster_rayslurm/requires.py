@@ -13,7 +13,7 @@ from typing import Any
 from .runtime.node.resources import NodeResources, usable_memory
 from .runtime.protocol.spec import RaySpec, node_spec
 from .runtime.ray.feasibility import Bundle, Node, can_hold, check_strategy, fits, lacking, read_bundle
-from .slurm.request import JobRequest, gibibytes_for_ray, requests_gpus
+from .slurm.request import JobRequest, gibibytes_for_ray, granted_gpus
 
 # Resources and labels that Ray finds by itself on a node (Ray 2.60), so that only the node knows which of them exist.
 _FOUND_BY_RAY = r"(node:|accelerator_type:|ray\.io/)|(HPU|NPU|RBLN|TPU|neuron_cores)$"
@@ -77,9 +77,9 @@ def nodes_of_job(ray: RaySpec, request: JobRequest) -> list[AskedNodes]:
         queue = part.queue
         count = queue.num_nodes if ray.max_workers is None else min(queue.num_nodes, 1 + ray.max_workers)
         cpus = math.inf if queue.exclusive or queue.cpus_per_node is None else queue.cpus_per_node
-        open_gpus = queue.exclusive or any(map(requests_gpus, queue.extra_sbatch))
-        gpus = math.inf if open_gpus else queue.gpus_per_node or 0
-        memory = gibibytes_for_ray(queue.mem, queue.mem_per_cpu, None if queue.exclusive else queue.cpus_per_node)
+        granted = None if queue.exclusive else granted_gpus(queue.model_dump())
+        gpus = math.inf if granted is None else granted
+        memory = gibibytes_for_ray(queue.model_dump())
         nodes.append(_asked(ray, part.component_id, count, cpus, gpus, math.inf if memory is None else memory * 2**30))
     return nodes
 

@@ -20,9 +20,10 @@ from ..runtime.node import interfaces
 from ..runtime.node.network import parse_range
 from ..runtime.protocol.record import EXIT
 from ..slurm.accounting import fetch_job_facts
+from ..slurm.config import SlurmQueueConfig
 from ..slurm.pending import waiting_text
 from ..slurm.refusals import never_starts
-from ..slurm.request import LOG, JobRequest, job_name, make_request, render_script
+from ..slurm.request import LOG, SBATCH_FIELDS, JobRequest, job_name, make_request, render_script
 from ..slurm.shared_queue import ClusterClock, QueueRow, SlurmUnanswered, fetch_queue
 from ..slurm.states import TERMINAL, WAITING
 from ..slurm.steps import parse_exit
@@ -105,15 +106,11 @@ def _request(wanted: Wanted, nodes: int, nonce: str, patience: float) -> JobRequ
     The job requests the least CPUs, memory and time, so that it starts soon. `nonce` is a random text, which becomes a part of
     the job's name. Slurm itself removes the job from the queue if the job cannot end within `patience` seconds plus ten minutes.
     """
-    queue = wanted.queue.having(
+    # `nodelist` may name more than `nodes` nodes.
+    kept = {each.name for each in SBATCH_FIELDS if each.place} - {"nodelist"} | {"gpus_per_node", "gpu_type", "switches"}
+    queue = SlurmQueueConfig(
+        **wanted.queue.model_dump(include=kept),
         num_nodes=nodes,
-        cpus_per_node=None,
-        mem=None,
-        mem_per_cpu=None,
-        exclusive=False,
-        nodelist=None,
-        requeue=False,
-        signal_before_timeout=None,
         time_limit="5",
         # If this process is killed, Slurm removes the job that waits (sbatch(1), Slurm 22.05).
         extra_sbatch=[*wanted.queue.extra_sbatch, f"--deadline=now+{int(patience / 60) + 10}minutes"],

@@ -9,12 +9,12 @@ import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
-from ..config import mebibytes, time_limit_seconds
+from ..config import time_limit_seconds
 from ..ssh.base import Connection
 from .config import AUTO, SlurmQueueConfig
 from .exclusion import listed
 from .partitions import NODES, Node, Partition, objections, parse_partitions
-from .request import JobRequest, granted_gpus
+from .request import JobRequest, granted_gpus, granted_memory
 from .shared_queue import run_slurm, unanswered
 
 # Without `--all`, scontrol leaves out partitions that are hidden or closed to the user's groups (scontrol(1), Slurm 22.05).
@@ -133,7 +133,8 @@ def _fits(node: Node, queue: SlurmQueueConfig) -> bool:
     A constraint with other operators than "&" is ignored.
     """
     cpus = queue.cpus_per_node or 1
-    memory = mebibytes(queue.mem) if queue.mem else mebibytes(queue.mem_per_cpu) * cpus if queue.mem_per_cpu else 0.0
+    # The least memory of the job: Slurm may choose more CPUs, and grants memory for each of them.
+    memory = granted_memory({**queue.model_dump(), "cpus_per_node": cpus, "exclusive": False})
     gpus = node.gpus[queue.gpu_type] if queue.gpu_type else node.gpus.total()
     features = queue.constraint.split("&") if queue.constraint and _SIMPLE.fullmatch(queue.constraint) else ()
     large = cpus <= node.cpus and memory <= node.memory and _gpus(queue) <= gpus

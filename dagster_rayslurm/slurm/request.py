@@ -52,6 +52,9 @@ class SbatchField:
     meaning: Callable[[Any], Any] = lambda value: value  # Two values that mean the same give equal results.
     # Whether the environment variable `SBATCH_<OPTION>` of the user on the edge node counts if the field is left out.
     login_variable: bool = False
+    place: bool = False  # Whether the field says where a job runs.
+    # Fields that contradict this one, and name it too. A queue cannot have both; a later setting of this one removes the others.
+    excludes: tuple[str, ...] = ()
 
 
 def requests_gpus(option: str) -> bool:
@@ -68,6 +71,18 @@ def granted_gpus(queue: Mapping[str, Any]) -> int | None:
     if queue["gpus_per_node"] is None and any(map(requests_gpus, queue["extra_sbatch"])):
         return None
     return queue["gpus_per_node"] or 0
+
+
+def granted_memory(queue: Mapping[str, Any]) -> float:
+    """Returns the memory that a queue asks for on each node, in MiB; 0 if the memory is not known before the job starts.
+
+    `queue` has the fields of a `SlurmQueueConfig`. The memory is not known if Slurm chooses it, for example with "0". The memory
+    is also not known if only `mem_per_cpu` is given, and Slurm chooses the number of CPUs: an exclusive node grants all its CPUs.
+    """
+    if queue["mem"] is not None:
+        return mebibytes(queue["mem"])
+    cpus = 0 if queue["exclusive"] else queue["cpus_per_node"] or 0
+    return mebibytes(queue["mem_per_cpu"] or "0") * cpus
 
 
 # These functions are values of `SbatchField.granted`, where their arguments and results are described.
@@ -99,21 +114,21 @@ def _contained(wanted: list[str], granted: list[str]) -> bool:
 
 # Every field of `SlurmQueueConfig`, in the order in which the job script lists their options.
 SBATCH_FIELDS = (
-    SbatchField("partition", _partition, "partition", login_variable=True),
-    SbatchField("account", eq, "account", inheritance=Inheritance.INHERITED, login_variable=True),
-    SbatchField("qos", eq, "qos", inheritance=Inheritance.INHERITED, login_variable=True),
-    SbatchField("reservation", eq, "reservation", inheritance=Inheritance.INHERITED, login_variable=True),
-    SbatchField("constraint", eq, "constraint", login_variable=True),
+    SbatchField("partition", _partition, "partition", login_variable=True, place=True),
+    SbatchField("account", eq, "account", inheritance=Inheritance.INHERITED, login_variable=True, place=True),
+    SbatchField("qos", eq, "qos", inheritance=Inheritance.INHERITED, login_variable=True, place=True),
+    SbatchField("reservation", eq, "reservation", inheritance=Inheritance.INHERITED, login_variable=True, place=True),
+    SbatchField("constraint", eq, "constraint", login_variable=True, place=True),
     SbatchField("num_nodes", _at_most, "nodes"),
     SbatchField("cpus_per_node", _at_most, "cpus-per-task"),
     SbatchField("gpus_per_node", _at_most, "gpus-per-node"),
     SbatchField("gpu_type", eq),  # Part of --gpus-per-node.
-    SbatchField("mem", _memory, "mem", inheritance=Inheritance.INHERITED),
-    SbatchField("mem_per_cpu", _memory, "mem-per-cpu"),
+    SbatchField("mem", _memory, "mem", inheritance=Inheritance.INHERITED, excludes=("mem_per_cpu",)),
+    SbatchField("mem_per_cpu", _memory, "mem-per-cpu", excludes=("mem",)),
     SbatchField("time_limit", _time, "time", inheritance=Inheritance.WHOLE_JOB, meaning=time_limit_seconds),
     SbatchField("exclusive", eq, "exclusive"),
-    SbatchField("nodelist", eq, "nodelist", aliases=("nodefile",)),
-    SbatchField("exclude", eq, "exclude", inheritance=Inheritance.RESETTABLE),
+    SbatchField("nodelist", eq, "nodelist", aliases=("nodefile",), place=True),
+    SbatchField("exclude", eq, "exclude", inheritance=Inheritance.RESETTABLE, place=True),
     SbatchField("switches", eq, "switches"),
     # The job of a session is never requeued.
     SbatchField("requeue", None, "requeue", "no-requeue", inheritance=Inheritance.WHOLE_JOB, meaning=bool),
@@ -217,32 +232,27 @@ def make_request(queue: SlurmQueueConfig, footprint: Footprint, *, job_name: str
             names the fields.
     """
     check_queue(queue)
-    cpus = _amount(queue.cpus_per_node, "cpus_per_node", "CPUs", footprint)
-    _check_memory(queue, cpus, footprint)
+    queue = queue.having(cpus_per_node=_amount(queue.cpus_per_node, "cpus_per_node", "CPUs", footprint))
+    _check_memory(queue, footprint)
     gpus = queue.gpus_per_node
     if not any(map(requests_gpus, queue.extra_sbatch)):
         gpus = _amount(gpus, "gpus_per_node", "GPUs", footprint)
     if queue.gpu_type is not None and not gpus:
         raise ValueError(f"SlurmQueueConfig.gpu_type={queue.gpu_type!r} is given, but no GPU is asked for; set gpus_per_node")
-    return JobRequest(check_text(job_name), check_text(comment), queue.having(cpus_per_node=cpus, gpus_per_node=gpus or None))
+    return JobRequest(check_text(job_name), check_text(comment), queue.having(gpus_per_node=gpus or None))
 
 
-def gibibytes_for_ray(mem: str | None, mem_per_cpu: str | None, cpus: int | None) -> float | None:
-    """Returns the part of a node's memory that Ray may use, in GiB; None if the node's memory is not known before the job starts.
-
-    `mem` and `mem_per_cpu` are values of a `SlurmQueueConfig`, and `cpus` is the number of CPUs on each node. The memory is not
-    known if Slurm chooses it, for example with "0". The memory is also not known if only `mem_per_cpu` is given and `cpus` is
-    None.
-    """
-    memory = mebibytes(mem) if mem is not None else mebibytes(mem_per_cpu) * cpus if mem_per_cpu is not None and cpus else 0
-    return memory * SHARE_FOR_RAY / 1024 or None
+def gibibytes_for_ray(queue: Mapping[str, Any]) -> float | None:
+    """Returns the part of `granted_memory(queue)` that Ray may use, in GiB; None if the memory is not known."""
+    return granted_memory(queue) * SHARE_FOR_RAY / 1024 or None
 
 
-def _check_memory(queue: SlurmQueueConfig, cpus: int | None, footprint: Footprint) -> None:
-    usable = gibibytes_for_ray(queue.mem, queue.mem_per_cpu, None if queue.exclusive else cpus)
+def _check_memory(queue: SlurmQueueConfig, footprint: Footprint) -> None:
+    usable = gibibytes_for_ray(queue.model_dump())
     for want in footprint:
         if want.unit == "GiB" and want.amount is not None and usable is not None and want.amount > usable:
-            field = f"mem={queue.mem!r}" if queue.mem is not None else f"mem_per_cpu={queue.mem_per_cpu!r} for {cpus} CPUs"
+            per_cpu = f"mem_per_cpu={queue.mem_per_cpu!r} for {queue.cpus_per_node} CPUs"
+            field = f"mem={queue.mem!r}" if queue.mem is not None else per_cpu
             raise ValueError(
                 f"{want.field}={want.amount:g} is more than SlurmQueueConfig.{field} leaves for Ray: {usable:.3g} GiB of each "
                 f"node; raise {field.partition('=')[0]}, or lower {want.field.partition('.')[2]}"
@@ -278,10 +288,10 @@ def check_queue(queue: SlurmQueueConfig) -> None:
 
     The error message names the fields.
     """
-    if queue.mem is not None and queue.mem_per_cpu is not None:
-        raise ValueError(
-            f"SlurmQueueConfig.mem={queue.mem!r} and mem_per_cpu={queue.mem_per_cpu!r} exclude each other; set one of them"
-        )
+    for name, other in ((each.name, other) for each in SBATCH_FIELDS for other in each.excludes):
+        one, two = getattr(queue, name), getattr(queue, other)
+        if one is not None and two is not None:
+            raise ValueError(f"SlurmQueueConfig.{name}={one!r} and {other}={two!r} exclude each other; set one of them")
     _, before = split_signal(queue.signal_before_timeout)
     limit = time_limit_seconds(queue.time_limit)
     if before is not None and limit is not None and before >= limit:
@@ -343,8 +353,6 @@ def job_comment(run_id: str, step_key: str, partition_key: str | None) -> str:
     return line[: _MAX_COMMENT - len("…".encode())].decode(errors="ignore") + "…"
 
 
-# The fields of a queue that say where its jobs run.
-_PLACE = ("partition", "account", "qos", "reservation", "constraint", "nodelist", "exclude")
 # srun does not read the variables with which users set options of sbatch.
 _SRUN = 'exec srun {} "$@"'
 
@@ -356,7 +364,7 @@ def srun_command(queue: SlurmQueueConfig, patience: int | None) -> list[str]:
     `queue` may run. srun fails if Slurm grants no such CPU within `patience` seconds; if `patience` is None, srun waits without
     limit.
     """
-    fields = [each for each in SBATCH_FIELDS if each.name in _PLACE]
+    fields = [each for each in SBATCH_FIELDS if each.place]
     queue = queue.having(partition=None) if queue.partition == AUTO else queue
     own = [f"--{each.option}={getattr(queue, each.name)}" for each in fields if getattr(queue, each.name) is not None]
     names = [each.name for each in fields if each.login_variable and getattr(queue, each.name) is None]

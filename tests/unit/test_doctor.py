@@ -31,8 +31,10 @@ from dagster_rayslurm.doctor.slurm_lines import Slurm, chosen_partition, slurm_l
 from dagster_rayslurm.edge import machine, site
 from dagster_rayslurm.edge.environment import PROBE
 from dagster_rayslurm.environments import InheritedEnvironment
+from dagster_rayslurm.errors import FailureKind, StartError
 from dagster_rayslurm.slurm import submit
 from dagster_rayslurm.slurm.partitions import parse_partitions
+from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.ssh import pool
 from dagster_rayslurm.ssh.base import ConnectionLost
 from dagster_rayslurm.ssh.local import LocalConnection
@@ -436,6 +438,26 @@ def test_a_probe_uses_the_network_interface_of_the_launcher(tmp_path: Path, fake
     (between,) = told["from node to node"]
     assert between.verdict is Verdict.OK and " at 127.0.0.1 in " in between.text
     assert all(line.verdict is Verdict.OK and ", and to 127.0.0.1 of lo" in line.text for line in told["from the edge node"])
+
+
+def test_a_probe_asks_for_few_resources_where_the_users_jobs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[JobRequest] = []
+
+    def refused(connection: Any, run_dir: str, files: Any, request: JobRequest, *_: Any) -> None:
+        requests.append(request)
+        raise StartError(FailureKind.SUBMISSION, "refused")
+
+    kept: dict[str, Any] = {"partition": "p", "account": "a", "qos": "q", "reservation": "r", "constraint": "c"}
+    kept |= {"exclude": "n9", "switches": "1", "gpus_per_node": 2, "gpu_type": "a100"}
+    left_out = {"cpus_per_node": 4, "exclusive": True, "nodelist": "n[1-8]", "requeue": True, "signal_before_timeout": "USR1@60"}
+    monkeypatch.setattr(probe, "submit", refused)
+    for memory in ("mem", "mem_per_cpu"):
+        queue = {**kept, **left_out, memory: "64G", "num_nodes": 8, "time_limit": "10:00:00", "extra_sbatch": ["--nice=5"]}
+        assert {*queue, "mem", "mem_per_cpu"} == {*SlurmQueueConfig.model_fields}, "a new field belongs to one of the groups"
+        (line,) = probe.run_probe(LocalConnection(), str(tmp_path), wanted(**queue), None, 2, 60.0, lambda _: None)
+        assert line.verdict is Verdict.FAILURE
+        options = ["--nice=5", "--deadline=now+11minutes"]
+        assert requests.pop().queue == SlurmQueueConfig(**kept, num_nodes=2, time_limit="5", extra_sbatch=options)
 
 
 def test_a_node_without_the_network_interface_is_named(tmp_path: Path, fake_slurm: FakeSlurm) -> None:

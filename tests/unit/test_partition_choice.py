@@ -66,6 +66,9 @@ BUSY = ("w1|idle|0/16/0/16", "w1|alloc|16/0/0/16"), ("w2|mix|12/4/0/16", "w2|all
         ({"cpus_per_node": 64}, (), "gpu"),
         ({"mem": "100G"}, (), "gpu"),
         ({"mem_per_cpu": "50G", "cpus_per_node": 2}, (), "gpu"),
+        ({"mem_per_cpu": "50G", "cpus_per_node": 2, "exclusive": True}, (), "gpu"),  # At least the memory of the two CPUs.
+        ({"mem_per_cpu": "100G"}, (), "gpu"),
+        ({"mem": "0"}, (), "work"),
         ({"time_limit": "2-00:00:00"}, (), "long"),
         ({"constraint": "ib"}, (), "long"),
         ({"constraint": "a100&ib"}, (), "gpu"),

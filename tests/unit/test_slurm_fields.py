@@ -6,6 +6,7 @@ import pytest
 
 from dagster_rayslurm import SlurmQueueConfig
 from dagster_rayslurm.backends.sessions.matching import Requirements, misfit
+from dagster_rayslurm.plan import merge
 from dagster_rayslurm.slurm.request import (
     FIELD_OF_OPTION,
     INHERITED_OPTIONS,
@@ -77,6 +78,19 @@ def test_a_field_reaches_the_job_script_and_is_documented_by_its_option(field: S
         assert f"`--{field.option}" in (SlurmQueueConfig.model_fields[field.name].description or "")
     elif field.name != "signal_before_timeout":
         assert str(value[0] if isinstance(value, list) else value) in script
+
+
+CONTRADICTIONS = [(field.name, other) for field in SBATCH_FIELDS for other in field.excludes]
+
+
+@pytest.mark.parametrize(("name", "other"), CONTRADICTIONS)
+def test_fields_that_exclude_each_other_are_refused_together_and_replaced_by_a_later_one(name: str, other: str) -> None:
+    assert (other, name) in CONTRADICTIONS
+    values = {each: VALUES[each][0] for each in (name, other)}
+    with pytest.raises(ValueError, match="exclude each other") as caught:
+        make_request(SlurmQueueConfig(**values), (), job_name="job", comment="")
+    assert all(f"{each}={value!r}" in str(caught.value) for each, value in values.items())
+    assert merge(queue(other, values[other]), queue(name, values[name])) == queue(name, values[name])
 
 
 def test_no_option_has_two_meanings() -> None:

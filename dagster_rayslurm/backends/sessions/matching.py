@@ -316,10 +316,7 @@ def _ray_field_misfit(wanted: Any, offered: Any, default: Any, ignored: set[str]
 
 
 def _footprint_misfit(footprint: Footprint, queue: QueueFields) -> str | None:
-    # An exclusive node grants all its CPUs, so mem_per_cpu does not tell its memory.
-    cpus = None if queue["exclusive"] else queue["cpus_per_node"]
-    memory = gibibytes_for_ray(queue["mem"], queue["mem_per_cpu"], cpus)
-    granted = {"CPUs": queue["cpus_per_node"], "GPUs": granted_gpus(queue), "GiB": memory}
+    granted = {"CPUs": queue["cpus_per_node"], "GPUs": granted_gpus(queue), "GiB": gibibytes_for_ray(queue)}
     for want in footprint:
         has = granted[want.unit]
         if want.amount is not None and has is not None and want.amount > has:
