@@ -75,7 +75,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The entries of a bundle, sorted by the bytes of the names; the content of files is not read yet."""
+    """The entries of a bundle, sorted so that each directory precedes its content; the content of files is not read yet."""
 
     argument: str  # The argument of `run()` or the launcher that named the files, for error messages.
     entries: tuple[Entry, ...]
@@ -88,7 +88,7 @@ class Manifest:
 
 
 def scan(directory: str) -> Manifest:
-    """Return the manifest of a directory, without entries that ignore files exclude and without entries that no cluster needs.
+    """Return the manifest of a directory, without entries that .gitignore or .rayignore files exclude, or that no cluster needs.
 
     A link stays a link if the target is in the bundle, or does not exist; otherwise the target replaces the link, as in Ray.
     Virtual and conda environments below the directory, and links to environments, are left out. Raises ValueError if the files
@@ -165,7 +165,10 @@ class _Scan:
             for link in links:
                 self._resolve(*link)
         self._check_limits()
-        return Manifest(self.argument, tuple(sorted(self._entries.values(), key=lambda entry: os.fsencode(entry.name))), root)
+        # GNU tar makes a directory read-only at the next entry that is not below it (tried with 1.34), so "a.py" must not be
+        # between "a" and "a/b".
+        entries = sorted(self._entries.values(), key=lambda entry: os.fsencode(entry.name).split(b"/"))
+        return Manifest(self.argument, tuple(entries), root)
 
     def add(self, entry: Entry) -> None:
         """Add one entry to the bundle; raises `ValueError` if the bundle then has too many entries."""
@@ -176,7 +179,7 @@ class _Scan:
             self._check_limits()
 
     def walk(self, top: str, name: str, rules: _Rules | None) -> None:
-        """Add the directory `top` as `name`, with all entries below except ignored entries and environments.
+        """Add the directory `top` under the name `name`, with all entries below except ignored entries and environments.
 
         `manifest` decides later about the links that this method has found. `name` is the name in the bundle, "" for the bundled
         directory itself. `rules` are the ignore files of the directories above; if None, no ignore file is read.
@@ -206,9 +209,9 @@ class _Scan:
                     self._add_file(item.path, full)
 
     def follow(self, path: str, name: str, rules: _Rules | None) -> None:
-        """Add the file or directory to which `path` leads, with the name `name` in the bundle; for `rules` see `walk`.
+        """Add the file or directory at `path`, or the target if `path` is a link, under the name `name` in the bundle.
 
-        Raises ValueError if `path` is a link to a directory that contains the link.
+        For `rules` see `walk`. Raises ValueError if `path` is a link to a directory that contains the link.
         """
         real, parent = os.path.realpath(path), os.path.realpath(os.path.dirname(os.path.abspath(path)))
         if not os.path.isdir(real):
@@ -241,7 +244,7 @@ class _Scan:
         self.add(Entry(name, EntryKind.LINK, path, target=target))
 
     def _ignore_file(self, kind: str, directory: str, path: str) -> tuple[str, str, GitIgnoreSpec]:
-        """Read the ignore file `kind` of the directory `path`; return `kind`, `directory` and the patterns.
+        """Read the ignore file `kind`, such as .gitignore, in the directory `path`; return `kind`, `directory` and the patterns.
 
         `directory` is the name of the directory in the bundle. Raises ValueError if a pattern is invalid.
         """
@@ -287,7 +290,10 @@ class _Scan:
 
     @contextlib.contextmanager
     def _readable(self, path: str) -> Iterator[None]:
-        """Turn an `OSError` raised in the block into a `ValueError` that names the file and the argument."""
+        """Turn an `OSError` raised in the `with` block into a `ValueError` that names the file and the user's argument.
+
+        The message names `path` if the `OSError` names no file.
+        """
         try:
             yield
         except OSError as error:

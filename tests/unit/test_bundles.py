@@ -529,6 +529,22 @@ def test_a_file_that_changes_while_it_is_read(tree: Callable[..., Path], there: 
     assert not (there / "bundles").exists()
 
 
+def test_an_ordinary_user_unpacks_a_directory_beside_a_file_of_the_same_stem(tree: Callable[..., Path]) -> None:
+    """GNU tar makes a directory read-only as soon as it meets an entry that is not below it."""
+    files = {"pkg/a.py": "1", "pkg/sub/b.py": "2", "pkg/sub.py": "3", "pkg-more/c.py": "4", "pkg.py": "5"}
+    made = bundle_directory(str(tree(files)))
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # Others can enter /tmp.
+        archive, target = Path(directory, "bundle.tar.gz"), Path(directory, "target")
+        with archive.open("wb") as file:
+            made.write_archive(file)
+        target.mkdir()
+        for path in (directory, target):
+            os.chmod(path, 0o777)
+        user = {"user": "nobody"} if os.geteuid() == 0 else {}
+        subprocess.run(["tar", "-x", "-z", "-m", "-C", target, "-f", archive], check=True, **user)  # type: ignore[call-overload]
+        assert {name: (target / name).read_text() for name in files} == files
+
+
 def test_named_files(tree: Callable[..., Path], there: Path) -> None:
     source = tree({"data/.gitignore": "*\n", "data/x.csv": "1", "data/__pycache__/m.pyc": "", "run.py": "2", "odd\nname": "3"})
     (source / "link.py").symlink_to("run.py")
