@@ -1,4 +1,7 @@
-"""An SSH server and how to log in, without Dagster: fields, their validators, and the environment variables that hold them."""
+"""The fields of an SSH connection, and functions that validate these fields or read them from environment variables.
+
+This module does not import Dagster.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,7 @@ class SSHLogin(StrictModel):
     user: Annotated[Optional[str], checked(check_name)] = None
     """User to log in as; None for the user that runs Dagster, or with client="openssh" the user in OpenSSH's configuration."""
     key_path: Annotated[Optional[str], plain_text] = None
-    """Private key file; None for the agent and the default keys."""
+    """Private key file, or the public key file of a key in the agent; None for any key of the agent and the default keys."""
     key_passphrase: Optional[str] = Field(default=None, repr=False)
     """Passphrase of the private key; give it as an EnvVar."""
     password: Optional[str] = Field(default=None, repr=False)
@@ -146,7 +149,7 @@ def _read(stem: str, read: Callable[[str, str, bool], Any]) -> dict[str, Any]:
 
 
 def _variables() -> dict[str, str]:
-    """Returns the name of the field for each variable; the keys are names of variables without the prefix, such as "KEY_PATH"."""
+    """Returns the name of the field for each environment variable, by the variable's name without prefix, such as "KEY_PATH"."""
     names = [name for name in SSHLogin.model_fields if name not in ("jump_host", "require_existing_master")]
     return {"KEY": "key_path"} | {name.upper(): name for name in names}  # dagster-slurm says KEY.
 

@@ -72,7 +72,7 @@ class Prompts:
 
     servers: Sequence[SSHLogin]
     unanswered: str = ""
-    _given: set[tuple[int, str]] = field(default_factory=set)  # The secrets that were given, each after the server's index.
+    _given: set[tuple[int, str]] = field(default_factory=set)  # The given secrets, each with the server's index.
 
     def answer(self, prompt: str) -> str | None:
         """Returns the configured secret for a prompt; None if no secret fits, or if the secret was given to an earlier prompt."""
@@ -116,8 +116,8 @@ def check_files(ssh: SSHLogin) -> None:
         if key:
             _check_readable(hop, key, "key_path")
             status = os.stat(key)
-            # ssh(1) ignores a key that other users can read.
-            if status.st_uid == os.getuid() and status.st_mode & 0o077:
+            # ssh(1) ignores a private key that other users can read.
+            if status.st_uid == os.getuid() and status.st_mode & 0o077 and _public_key(key) is None:
                 mode = stat.S_IMODE(status.st_mode)
                 raise errors.failed(
                     hop, f"others can read the key {key} (mode {mode:04o}); run: chmod 600 {key}", subject="authentication"
@@ -147,12 +147,21 @@ def _text(path: str, size: int = -1) -> str:
         return file.read(size)
 
 
+def _public_key(path: str) -> str | None:
+    """Returns the public key in the file `path`, in base64; None if the file has no public key or cannot be read."""
+    words: list[str] = []
+    with contextlib.suppress(OSError):
+        words = _text(path).split()
+    return words[1] if len(words) > 1 and words[0].startswith(("ssh-", "ecdsa-", "sk-")) else None
+
+
 def load_key(ssh: SSHLogin, path: str) -> Any | None:
     """Returns the private key in the file `path` as a key object of paramiko; None if paramiko does not know this kind of key.
 
-    If there is a certificate for the configured key, the key object contains the certificate. If the key is locked and no
-    passphrase is configured, the function takes the same key from ssh-agent. Raises `ConnectionFailed` if ssh-agent lacks this
-    key, if the passphrase is wrong, if the file cannot be read or is no private key, or if the certificate cannot be used.
+    If there is a certificate for the configured key, the key object contains the certificate. If the file is a public key, or if
+    the key is locked and no passphrase is configured, the function takes the key from ssh-agent. Raises `ConnectionFailed` if
+    ssh-agent lacks this key, if the passphrase is wrong, if the file cannot be read or is no key, or if the certificate cannot be
+    used.
     """
     key = _unlock(ssh, path, ssh.key_passphrase)
     certificate = certificate_path(ssh) if ssh.key_path else None
@@ -177,14 +186,18 @@ def _unlock(ssh: SSHLogin, path: str, passphrase: str | None) -> Any | None:
 
     `passphrase` is the configured passphrase of the key; None if none is configured.
     """
+    if _public_key(path) is not None:
+        if (held := _agent_key(path)) is None:
+            why = f"{path} is a public key, and no agent has its private key; run ssh-add, or set `key_path` to the private key"
+            raise errors.failed(ssh, why, subject="authentication")
+        return held
     try:
         return paramiko.PKey.from_path(path, passphrase.encode() if passphrase else None)
     except TypeError:  # cryptography: a passphrase for an unlocked key, or none for a locked one.
         if passphrase:
             return _unlock(ssh, path, None)
-        with contextlib.suppress(OSError, IndexError, StopIteration):
-            public = _text(f"{path}.pub").split()[1]
-            return next(key for key in agent_keys() if key.get_base64() == public)
+        if (held := _agent_key(f"{path}.pub")) is not None:
+            return held
         raise errors.failed(
             ssh, f"the key {path} is locked; give `key_passphrase`, or add the key to an agent", subject="authentication"
         ) from None
@@ -210,8 +223,14 @@ def check_keys(ssh: SSHLogin) -> None:
     """
     for hop in ssh.hops():
         path = key_path(hop)
-        if path and not _text(path).startswith(("ssh-", "ecdsa-", "sk-")):  # A public key file selects a key of the agent.
+        if path and _public_key(path) is None:  # A public key file selects a key of the agent.
             load_key(hop, path)
+
+
+def _agent_key(public_path: str) -> Any | None:
+    """Returns the key of ssh-agent whose public key is in the file `public_path`; None if there is no such file or key."""
+    public = _public_key(public_path)
+    return next((key for key in agent_keys() if key.get_base64() == public), None) if public is not None else None
 
 
 def agent_keys() -> list[Any]:

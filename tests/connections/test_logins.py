@@ -153,6 +153,20 @@ def test_a_locked_key_that_the_agent_holds(
     works(connect(server, client, key_path=str(key.path)))
 
 
+def test_a_public_key_selects_a_key_of_the_agent(
+    connect: Connect, server: Sshd, client: str, agent: None, authorize: Any, tmp_path: Path
+) -> None:
+    key = Key(tmp_path / "key")
+    authorize(key.public)
+    for index in range(7):  # More than sshd's MaxAuthTries: only the named key may be tried.
+        add_to_agent(Key(tmp_path / f"other{index}"))
+    add_to_agent(key)
+    key.path.unlink()
+    public = Path(f"{key.path}.pub")
+    public.chmod(0o644)
+    works(connect(server, client, key_path=str(public)))
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_a_user_certificate(
     named: bool, connect: Connect, sshd: Callable[..., Sshd], client: str, stack: Any, tmp_path: Path
