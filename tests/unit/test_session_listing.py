@@ -131,7 +131,7 @@ class Slurm:
         self.patience: list[float] = []  # Seconds before each job is cancelled.
         monkeypatch.setattr(session_listing, "fetch_queue", lambda _: queue(*self.rows))
         monkeypatch.setattr(session_listing, "wait_until_gone", self._gone)
-        monkeypatch.setattr(session_listing, "cancel_named", lambda _, name, log: self.did.append(name))
+        monkeypatch.setattr(session_listing, "end_named", self._end_named)
         monkeypatch.setattr(session_listing, "send_request", self._ask)
         self.answer: Any = {"ok": True}
 
@@ -139,6 +139,10 @@ class Slurm:
         self.did.append((job_id, patience > 0))
         self.patience.append(patience)
         return self.answer != "stuck"
+
+    def _end_named(self, _: Any, name: str) -> str:
+        self.did.append(name)
+        return f"a Slurm job named {name} may have been submitted" if self.answer == "stuck" else ""
 
     def _ask(self, *arguments: Any) -> Any:
         self.did.append(arguments[2])
@@ -186,6 +190,15 @@ def test_an_unconfirmed_end_fails(base: Path, monkeypatch: pytest.MonkeyPatch) -
     Slurm(monkeypatch, (12, "RUNNING", "")).answer = "stuck"
     write(base, 2, job_id="12\n", exit="")
     with pytest.raises(session_listing.StartError, match="does not confirm the end of job 12; run `scancel 12`"):
+        end_all(base)
+
+
+def test_a_session_that_is_being_submitted_counts_as_ended(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = Slurm(monkeypatch)
+    write(base, 1, creator="rayslurm-one\n")
+    assert end_all(base) and slurm.did == ["rayslurm-one"]
+    slurm.answer = "stuck"
+    with pytest.raises(session_listing.StartError, match="job named rayslurm-one may have been submitted"):
         end_all(base)
 
 

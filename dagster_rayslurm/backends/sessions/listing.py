@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,7 @@ from ...errors import FailureKind, StartError
 from ...runtime.protocol.messages import Operation, Refusal
 from ...runtime.protocol.rpc import AnswerLost
 from ...slurm.shared_queue import QueueRow, QueueSnapshot, fetch_queue
-from ...slurm.submit import cancel_named, wait_until_gone
+from ...slurm.submit import end_named, wait_until_gone
 from ...ssh.base import Connection
 from .matching import run_suffix
 from .registry import Generation, list_generations
@@ -33,7 +32,6 @@ _START_TIMEOUT = 20.0
 # Most requests to yield that a session leaves without an answer; the pause before each one is twice as long as the last.
 _MOST_UNANSWERED = 6
 _STOP = {"op": Operation.STOP}
-_log = logging.getLogger("rayslurm")
 
 
 def stop_sessions_of_run(connection: Connection, base: str, run_id: str) -> None:
@@ -48,7 +46,7 @@ def stop_sessions_of_run(connection: Connection, base: str, run_id: str) -> None
 
 
 def end_generations(connection: Connection, generations: Iterable[Generation]) -> bool:
-    """End the Slurm jobs of generations of sessions, and wait for their ends; returns whether any job was there to end.
+    """End the Slurm jobs of generations of sessions, and wait for their ends; returns False if all had ended before.
 
     A session that answers has the grace period of its payloads, and `_END_MARGIN` seconds, to end by itself. Then, or if it does
     not answer, Slurm cancels its job.
@@ -70,7 +68,9 @@ def end_generations(connection: Connection, generations: Iterable[Generation]) -
         elif each.job_id is None and each.job_name:
             # The submission was cut off or is under way. If it succeeds, the creator finds this mark and cancels the job.
             connection.make_dir(os.path.join(each.directory, ABANDONED))
-            cancel_named(connection, each.job_name, _log)
+            ended = True
+            if problem := end_named(connection, each.job_name):
+                raise StartError(FailureKind.RUNTIME, problem)
     return ended
 
 
@@ -144,7 +144,7 @@ class IdleSessions:
         return False
 
     def _leave(self, generation: Generation, nodes: str, why: str = "") -> None:
-        """Ask a session never again, and warn that it holds `nodes`. `why` is the end of the warning."""
+        """Never ask this session again to end, and log a warning that it holds `nodes`. `why` is the end of the warning."""
         self._keep.add(generation.job_id)
         self.log.warning(
             f"[rayslurm] session {generation.key} is idle and holds {nodes}, while this job waits; "
