@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 ARRAY = "array-"  # The directories of arrays in the run directory of their step have names of this text and a number.
 _ENDED, _LOG, _NODE_LOG = ".ended", ".log", "node-0.log"
 _JOURNAL, _OUTPUT = "journal.jsonl", "stdio.jsonl"
-_MOST_JOURNAL = 16 * 1024 * 1024  # Most bytes of a journal, and of the output, of one element.
-MOST_OUTPUT = 256 * 1024
+_MOST_JOURNAL = 256 * 1024 * 1024  # Most bytes of the journal of one element. A journal that is cut off here shows no end.
+MOST_OUTPUT = 256 * 1024  # Most bytes of the output of one element.
 _MOST_LOG = 16 * 1024
 
 
@@ -54,8 +54,8 @@ def ended(
         run_dir: the run directory of the step. The directory `array-N` there belongs to the array with the number N.
         wanted: ranges of elements, by the number of the array as text. A range is a pair of the first and the last number. An
             element in a range is returned only if the array's directory has the file `ELEMENT.ended`.
-        over: elements to return even without such a file, by the number of an array in `wanted`. The logs are returned only for
-            these elements; the logs of all other elements are empty.
+        over: elements to return even if the file `ELEMENT.ended` is missing, by the number of the array as text. The array must
+            be in `wanted`. The logs are returned only for these elements; the logs of all other elements are empty.
         limit: a number of bytes. Once the returned texts are longer, no more elements are returned.
 
     Returns three values: the names of the entries of `run_dir`; a list with one row for each element; and one bytes object with
