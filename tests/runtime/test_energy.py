@@ -71,6 +71,7 @@ class Slurm:
                 (directory / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {self.calls}\n{command}\n')
                 (directory / name).chmod(0o755)
         monkeypatch.setenv("PATH", f"{directory}{os.pathsep}/usr/bin{os.pathsep}/bin")
+        monkeypatch.setenv("SLURM_CONF", str(directory / "slurm.conf"))
         monkeypatch.setattr(energy, "_DELAY", 0.0)
         self.loop = Loop()
         self.step = StepEnergy(self.loop, "17.0")
@@ -104,6 +105,34 @@ def test_nothing_is_asked_where_no_energy_is_measured(
     slurm = Slurm(tmp_path, monkeypatch, scontrol, "echo 7200000")
     slurm.until_idle()
     assert not slurm.step.query(pytest.fail) and "sstat" not in slurm.calls.read_text()
+
+
+@pytest.mark.parametrize(
+    ("conf", "measured"),
+    [
+        ("ClusterName=c\nacctgatherenergytype = acct_gather_energy/rapl # yes\n", True),
+        ("JobAcctGatherType=jobacct_gather/linux AcctGatherEnergyType=ipmi\n", True),
+        ("# AcctGatherEnergyType=acct_gather_energy/rapl\nAcctGatherEnergyType=acct_gather_energy/none\n", False),
+        ("ClusterName=c\n" + "".join(f"NodeName=node{number} CPUs=64\n" for number in range(9999)), False),
+    ],
+    ids=["measured", "two settings in a line", "in a comment", "not set, and large"],
+)
+def test_slurm_conf_spares_slurmctld_the_query(
+    conf: str, measured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slurm.conf").write_text(conf)
+    slurm, answers = Slurm(tmp_path, monkeypatch, "exit 1", "echo 7200000"), []
+    slurm.until_idle()
+    assert slurm.step.query(answers.append) == measured
+    slurm.until_idle()
+    assert "scontrol" not in slurm.calls.read_text() and answers == [7200000] * measured
+
+
+def test_slurm_conf_that_includes_files_does_not_have_all_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slurm.conf").write_text("ClusterName=c\n Include more.conf\n")
+    slurm = Slurm(tmp_path, monkeypatch, RAPL, "echo 7200000")
+    slurm.until_idle()
+    assert slurm.step.query([].append) and slurm.calls.read_text().splitlines()[0] == "scontrol show config"
 
 
 @pytest.mark.parametrize("sstat", ["echo 'sstat: error' >&2; exit 1", "echo 0"])

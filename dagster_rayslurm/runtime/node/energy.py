@@ -5,12 +5,14 @@ Slurm measures whole nodes, so the energy of a step includes the energy of other
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
-from typing import Callable, Mapping, Optional, Sequence
+from typing import Callable, Mapping, Optional
 
 from ..process.loop import Loop
 from ..process.processes import query_program
+from .slurm_config import query_config, setting
 
 _DELAY = 2.0  # Seconds after which Slurm's configuration is asked for: the start comes first, and short jobs ask nothing.
 _TIMEOUT = 3.0  # Seconds in which Slurm's programs must answer; the `end` of a payload waits that long at most.
@@ -18,12 +20,8 @@ _NO_VALUES = (0, 2**32 - 2, 2**64 - 2)  # No measurement yet, and Slurm's NO_VAL
 
 
 def is_measured(config: Optional[str]) -> bool:
-    """Return whether Slurm measures energy, given `config`, the output of `scontrol show config`.
-
-    None (no output) means False.
-    """
-    match = re.search(r"^AcctGatherEnergyType *= *(?:acct_gather_energy/)?(\S+)", config or "", re.MULTILINE)
-    return match is not None and match.group(1) not in ("none", "(null)")
+    """Return whether Slurm measures energy, given Slurm's settings as text; None, for unknown settings, counts as no."""
+    return setting(config, "AcctGatherEnergyType") not in ("", "none", "acct_gather_energy/none")
 
 
 def parse_joules(text: Optional[str]) -> Optional[int]:
@@ -59,7 +57,7 @@ class StepEnergy:
 
     def __post_init__(self) -> None:
         self._measured = False
-        self.loop.call_later(_DELAY, lambda: self._run(("scontrol", "show", "config"), self._configured))
+        self.loop.call_later(_DELAY, self._query_config)
 
     def query(self, on_answer: Callable[[Optional[int]], None]) -> bool:
         """Start a query of the energy that the step has consumed so far, without waiting; return whether an answer will come.
@@ -73,23 +71,19 @@ class StepEnergy:
             if waiting:
                 waiting.pop()(parse_joules(text))
 
+        if not self._measured:
+            return False
         words = ("sstat", "--jobs=" + self.step, "--format=ConsumedEnergyRaw", "--noheader", "--parsable2")
-        if not self._measured or not self._run(words, answered):
+        try:
+            query_program(self.loop, words, _TIMEOUT, answered)
+        except OSError:  # This node, or the container on this node, does not have sstat.
             return False
         self.loop.call_later(_TIMEOUT, lambda: answered(None))  # A killed program may still hang in the kernel.
         return True
 
+    def _query_config(self) -> None:
+        with contextlib.suppress(OSError):
+            query_config(self.loop, _TIMEOUT, self._configured)
+
     def _configured(self, config: Optional[str]) -> None:
         self._measured = is_measured(config)
-
-    def _run(self, words: Sequence[str], on_answer: Callable[[Optional[str]], None]) -> bool:
-        """Start a program of Slurm; return whether the program was started.
-
-        The result is False if this node, or the container on this node, does not have the program. Otherwise, `on_answer` is
-        called later with the program's output, or with None if the program failed or took longer than `_TIMEOUT` seconds.
-        """
-        try:
-            query_program(self.loop, words, _TIMEOUT, on_answer)
-        except OSError:
-            return False
-        return True

@@ -1,9 +1,9 @@
 """Watches the memory of a job on this node, and kills a Ray worker before Slurm ends the whole job.
 
 Memory is counted as Slurm counts memory. Slurm enforces a memory limit in one of two ways. With `task/cgroup` the kernel limits
-the job's cgroup. With `JobAcctGatherParams=OverMemoryKill` slurmd adds up the resident memory of the job's processes. In this
-sum, shared memory does not count with `NoShared`, and counts in proportion with `UsePss` (slurm.conf(5)). If a site has
-configured neither way, nothing enforces the limit.
+the job's cgroup. With `JobAcctGatherParams=OverMemoryKill` slurmd adds up the resident memory of the job's processes. With
+`NoShared`, this sum leaves out shared memory; with `UsePss`, each process counts with its proportion of shared memory
+(slurm.conf(5)). If Slurm is configured in neither way, nothing enforces the limit.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from ..process.loop import Loop
-from ..process.processes import Process, command_line, descendants, environment, kill_all, query_program, recent_table
+from ..process.processes import Process, command_line, descendants, environment, kill_all, recent_table
 from ..protocol.messages import TextEnum
 from . import resources
+from .slurm_config import query_config, setting
 from .usage import Shared, memory_of
 
 # ---- The decision; pure
@@ -45,7 +46,7 @@ class GroupKind(TextEnum):
 
 
 class Group(NamedTuple):
-    """A process that leads a group, such as a Ray worker, and all processes below it, with their memory together."""
+    """A leading process, such as a Ray worker, and the processes below it that count with it (see `process_groups`)."""
 
     pid: int
     name: str  # What messages call the group, such as "ray::train".
@@ -86,9 +87,9 @@ class Action(NamedTuple):
 def decide(node: str, state: State, sample: Sample, now: float, may_kill: bool = True) -> Tuple[State, Optional[Action]]:
     """Returns the state to remember for the next sample, and the warning or kill that `sample` requires.
 
-    The second part is None if the sample requires neither. `state` is the result for the sample before. `node` is the node's name
-    for messages. `now` is the time of the sample, in seconds of a monotonic clock. With `may_kill=False`, for a limit that nobody
-    enforces, there are only warnings. A pure function.
+    The second part is None if the sample requires neither. `state` is the state that was returned for the previous sample. `node`
+    is the node's name for messages. `now` is the time of the sample, in seconds of a monotonic clock. With `may_kill=False`, for
+    a limit that Slurm does not enforce, there are only warnings. A pure function.
     """
     share = sample.used / sample.limit
     if share < _REARM:
@@ -106,7 +107,7 @@ def decide(node: str, state: State, sample: Sample, now: float, may_kill: bool =
 
 
 def pause(used: int, limit: int) -> float:
-    """Returns the seconds to wait until the next sample: the nearer `used` is to `limit` (both in bytes), the fewer."""
+    """Returns the seconds to wait until the next sample, which are fewer if `used` is nearer to `limit` (both in bytes)."""
     return min(_LONGEST, max(_SHORTEST, (KILL * limit - used) / _FILL_RATE))
 
 
@@ -151,14 +152,13 @@ _JOB = re.compile(r"/job_\d+(/|$)")  # The directory in a cgroup's path that Slu
 def memory_accounting(config: Optional[str]) -> Tuple[Shared, bool]:
     """Returns how slurmd counts shared memory, and whether slurmd ends a job whose processes together exceed its memory limit.
 
-    `config` is the output of `scontrol show config`, or None if scontrol failed. If slurmd ends no such jobs, or if `config` is
-    None, the result is `Shared.NEVER` and False.
+    `config` has Slurm's settings as text, or is None if they are unknown. If slurmd ends no such jobs, or if `config` is None,
+    the result is `Shared.NEVER` and False.
     """
-    values: Dict[str, str] = dict(re.findall(r"^(\w+)\s*= (.*)$", config or "", re.MULTILINE))
-    params = values.get("JobAcctGatherParams", "").lower()
+    params = setting(config, "JobAcctGatherParams").lower()
     if "overmemorykill" not in params:
         return Shared.NEVER, False
-    private = "noshare" in params or values.get("JobAcctGatherType", "").endswith("/cgroup")
+    private = "noshare" in params or setting(config, "JobAcctGatherType").endswith("cgroup")
     return Shared.ONCE if "usepss" in params else Shared.NEVER if private else Shared.EACH, True
 
 
@@ -267,8 +267,8 @@ class MemoryWatch:
     def __post_init__(self) -> None:
         self._cgroups = job_cgroups(resources.cgroup_limits())
         self._limit = resources.slurm_memory(self.environ)
-        self._shared = Shared.EACH  # How shared memory counts; in each process that shares it until Slurm tells.
-        self._enforced: Optional[bool] = True if self._cgroups else None  # Whether Slurm enforces the limit; None until it tells.
+        self._shared = Shared.EACH  # How shared memory counts; this value holds until Slurm's configuration is known.
+        self._enforced: Optional[bool] = True if self._cgroups else None  # Whether Slurm enforces the limit; None while unknown.
         self._queried = False
         self._state = State()
         if self._cgroups or self._limit:
@@ -284,8 +284,8 @@ class MemoryWatch:
     def _sample(self) -> float:
         """Take one sample, and warn or kill a Ray worker if `decide` says so; returns the seconds until the next sample.
 
-        While it is not known whether Slurm enforces the limit, a sample causes neither a warning nor a kill; above half of the
-        limit, Slurm is asked.
+        While it is not known whether Slurm enforces the limit, a sample causes neither a warning nor a kill. In this case, if at
+        least half of the limit is used, the method queries Slurm's configuration, once.
         """
         used, limit = fullest(self._cgroups) or (self._memory_of_processes(), self._limit or 2**62)
         if self._enforced is None:
@@ -310,14 +310,11 @@ class MemoryWatch:
         return memory_of([os.getpid(), *(process.pid for process in descendants(os.getpid(), table))], self._shared)
 
     def _query_slurm(self) -> None:
-        """Start `scontrol show config` without waiting.
-
-        `_answered` is called with the program's output, or with None if the program fails or is missing.
-        """
+        """Start a query of Slurm's settings without waiting; `_answered` is called with the settings, or with None on failure."""
         self._queried = True
         try:
-            query_program(self.loop, ("scontrol", "show", "config"), _SCONTROL_TIMEOUT, self._answered)
-        except OSError:  # This node has no scontrol.
+            query_config(self.loop, _SCONTROL_TIMEOUT, self._answered)
+        except OSError:
             self._answered(None)
 
     def _answered(self, config: Optional[str]) -> None:
