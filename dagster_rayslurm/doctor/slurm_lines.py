@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..config import mebibytes, time_limit_seconds
+from ..config import time_limit_seconds
 from ..edge.slurm import BACK_OFF
 from ..slurm.partition_choice import choose
 from ..slurm.partitions import NODES, PARTITIONS, Node, Partition, objections, parse_partitions
 from ..slurm.refusals import explain, is_temporary, with_requested_values
-from ..slurm.request import SBATCH_FIELDS, JobRequest
+from ..slurm.request import SBATCH_FIELDS, JobRequest, least_memory
 from . import Line, Wanted, failure, has_failure, ok, skipped, warning
 from .account import ASSOCIATIONS, QOS, SHOW, Row, forbids, parse_associations, parse_qos, qos_of
 
@@ -91,7 +91,7 @@ class Slurm:
         return own or (self.facts["machine"]["variables"].get(f"SBATCH_{field.upper()}") if variable else None)
 
     def chosen(self) -> list[Partition]:
-        """Returns the existing partitions that the job names; the cluster's default partition if the job names none."""
+        """Returns the existing partitions that the job requests; the cluster's default partition if the job requests none."""
         named = (self.value("partition") or "").split(",")
         return [each for each in self.partitions if each.name in named or (named == [""] and each.is_default)]
 
@@ -290,7 +290,7 @@ def _nodes(slurm: Slurm, nodes: Sequence[Node]) -> Iterator[Line]:
     if not large:
         cpus, memory = max(node.cpus for node in nodes), max(node.memory for node in nodes)
         what = f"no node is as large as asked for: they have up to {cpus} CPUs and {memory} MiB"
-        yield failure("node size", what, "lower SlurmQueueConfig.cpus_per_node or mem, or choose another partition")
+        yield failure("node size", what, "lower SlurmQueueConfig.cpus_per_node, mem or mem_per_cpu, or choose another partition")
     text = f"{len(usable)} of {len(unique)} take jobs, {sum(node.idle for node in usable)} are idle"
     states = ", ".join(sorted(f"{node.name} is {node.state}" for node in unique.values() if not node.usable)[:5])
     if len(usable) < queue.num_nodes:
@@ -305,8 +305,7 @@ def _nodes(slurm: Slurm, nodes: Sequence[Node]) -> Iterator[Line]:
 def _fits(node: Node, slurm: Slurm) -> bool:
     """Returns True if a node has as many CPUs and as much memory as the job requests on each node."""
     queue = slurm.wanted.queue
-    memory = mebibytes(queue.mem) if queue.mem else 0.0
-    return (queue.cpus_per_node or 1) <= node.cpus and memory <= node.memory
+    return (queue.cpus_per_node or 1) <= node.cpus and least_memory(queue) <= node.memory
 
 
 def _gpus(slurm: Slurm, nodes: Sequence[Node]) -> Line | None:

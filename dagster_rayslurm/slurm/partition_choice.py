@@ -14,7 +14,7 @@ from ..ssh.base import Connection
 from .config import AUTO, SlurmQueueConfig
 from .exclusion import listed
 from .partitions import NODES, Node, Partition, objections, parse_partitions
-from .request import JobRequest, granted_gpus, granted_memory
+from .request import JobRequest, granted_gpus, least_memory
 from .shared_queue import run_slurm, unanswered
 
 # Without `--all`, scontrol leaves out partitions that are hidden or closed to the user's groups (scontrol(1), Slurm 22.05).
@@ -25,7 +25,7 @@ _SIMPLE = re.compile(r"[\w.-]+(&[\w.-]+)*")  # A constraint that is a list of fe
 
 @dataclass(frozen=True)
 class Placement:
-    """A job request in which a partition has replaced each "auto", and a sentence on each choice of a partition, for the log."""
+    """A job request with a chosen partition in place of each partition "auto", and a sentence for the log about each choice."""
 
     request: JobRequest
     reasons: tuple[str, ...]
@@ -81,7 +81,7 @@ def _choose_one(queue: SlurmQueueConfig, partitions: Sequence[Partition], taken:
     no partition fits.
 
     Args:
-        queue: the nodes that the job or component asks for.
+        queue: what the job or component requests.
         partitions: the partitions of the cluster.
         taken: the names of the nodes that earlier components of the same job likely take.
         alone: True for a job without components, which Slurm may place in any of several partitions; False for a component.
@@ -133,11 +133,9 @@ def _fits(node: Node, queue: SlurmQueueConfig) -> bool:
     A constraint with other operators than "&" is ignored.
     """
     cpus = queue.cpus_per_node or 1
-    # The least memory of the job: Slurm may choose more CPUs, and grants memory for each of them.
-    memory = granted_memory({**queue.model_dump(), "cpus_per_node": cpus, "exclusive": False})
     gpus = node.gpus[queue.gpu_type] if queue.gpu_type else node.gpus.total()
     features = queue.constraint.split("&") if queue.constraint and _SIMPLE.fullmatch(queue.constraint) else ()
-    large = cpus <= node.cpus and memory <= node.memory and _gpus(queue) <= gpus
+    large = cpus <= node.cpus and least_memory(queue) <= node.memory and _gpus(queue) <= gpus
     return large and set(features) <= set(node.features) and node.name not in listed(queue.exclude)
 
 
@@ -151,7 +149,7 @@ def _gpus(queue: SlurmQueueConfig) -> int:
 
 
 def _is_free(node: Node, queue: SlurmQueueConfig) -> bool:
-    """Returns whether a node that fits could start the job now.
+    """Returns whether `node` could start a job with the configuration `queue` now; the caller has checked that the job fits.
 
     A node that runs other jobs never counts as free for a job with GPUs, because sinfo shows its idle CPUs but not its idle GPUs.
     """

@@ -1,4 +1,4 @@
-"""The request for a job, and the job's batch script; the functions have no side effects.
+"""Makes the request for a Slurm job, and renders the job's batch script; the functions have no side effects.
 
 A request is the queue configuration, completed by what the launcher wants on each node. The script has #SBATCH lines, and one
 srun that starts the runtime on all nodes. How sbatch and srun read the script was tried on Slurm 22.05 and 24.11.
@@ -49,11 +49,12 @@ class SbatchField:
     negation: str | None = None  # The option for False.
     aliases: tuple[str, ...] = ()  # Further options that mean the same.
     inheritance: Inheritance = Inheritance.NONE
-    meaning: Callable[[Any], Any] = lambda value: value  # Two values that mean the same give equal results.
+    meaning: Callable[[Any], Any] = lambda value: value  # Gives equal results for values that mean the same.
     # Whether the environment variable `SBATCH_<OPTION>` of the user on the edge node counts if the field is left out.
     login_variable: bool = False
     place: bool = False  # Whether the field says where a job runs.
-    # Fields that contradict this one, and name it too. A queue cannot have both; a later setting of this one removes the others.
+    # Names of the fields that a `SlurmQueueConfig` cannot set together with this field; these fields name this field in turn. If
+    # a more specific configuration sets this field, the values of the others are dropped.
     excludes: tuple[str, ...] = ()
 
 
@@ -83,6 +84,14 @@ def granted_memory(queue: Mapping[str, Any]) -> float:
         return mebibytes(queue["mem"])
     cpus = 0 if queue["exclusive"] else queue["cpus_per_node"] or 0
     return mebibytes(queue["mem_per_cpu"] or "0") * cpus
+
+
+def least_memory(queue: SlurmQueueConfig) -> float:
+    """Returns the memory in MiB that a node must have at least for a job with this queue; 0 if the queue requests no memory.
+
+    If Slurm chooses the number of CPUs, the result is the memory for one CPU.
+    """
+    return granted_memory({**queue.model_dump(), "cpus_per_node": queue.cpus_per_node or 1, "exclusive": False})
 
 
 # These functions are values of `SbatchField.granted`, where their arguments and results are described.
@@ -306,8 +315,9 @@ def check_queue(queue: SlurmQueueConfig) -> None:
 def _check_extra_option(queue: SlurmQueueConfig, option: str) -> None:
     """Raises ValueError if `option`, an item of `queue.extra_sbatch`, is refused.
 
-    An option is refused if it is not written as --NAME or --NAME=VALUE, if `SlurmQueueConfig` has a field for it, or if runs
-    depend on it. An option that requests GPUs is also refused if `queue.gpus_per_node` is set.
+    An option is refused if it is not written as --NAME or --NAME=VALUE, if `SlurmQueueConfig` has a field for it, or if it is in
+    `RESERVED_OPTIONS`. An option that requests GPUs is also refused if `queue.gpus_per_node` is set. --exclusive=VALUE, such as
+    --exclusive=user, is accepted unless `queue.exclusive` is True.
     """
     match = _LONG_OPTION.fullmatch(option)
     if not match:

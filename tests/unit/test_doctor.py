@@ -141,6 +141,11 @@ def test_busy_and_cloud_nodes_are_no_alarm() -> None:
         assert complaints(slurm_lines(facts, wanted())) == [], state
 
 
+@pytest.mark.parametrize("queue", [{"mem": "64G"}, {"mem_per_cpu": "64G"}, {"mem_per_cpu": "16G", "cpus_per_node": 4}])
+def test_no_node_has_the_memory(queue: dict[str, Any]) -> None:
+    assert ("node size", "failure") in complaints(slurm_lines(SURVEY, wanted(**queue)))
+
+
 def test_one_of_several_partitions_is_enough() -> None:
     facts = copy.deepcopy(SURVEY)
     replaced("partitions", "PartitionName=compute AllowGroups=ALL", "PartitionName=compute AllowGroups=root")(facts)
