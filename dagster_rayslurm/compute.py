@@ -280,13 +280,13 @@ class ComputeResource(ComputeFields, dg.PipesClient):
             RunFailure: partitions failed, or the run did not succeed. The message says how many partitions are materialized and
                 how many failed, and names the first failed partitions.
         """
-        from .operations import run
+        from .execution.partition_results import PartitionOptions
+        from .operations import run_partitions
 
         arguments: dict[str, Any] = {"payload_path": payload_path, "launcher": launcher, "queue": queue, "extra_env": extra_env}
         arguments |= {"secret_env": secret_env, "extra_files": extra_files, "environment": environment, "requires": requires}
-        arguments["allocation"] = allocation
-        options = {"max_concurrent": max_concurrent, "chunk": chunk, "by_partition": True}
-        return run(self, context, extras, uses_pipes=uses_pipes, **options, **arguments)
+        arguments |= {"allocation": allocation, "uses_pipes": uses_pipes}
+        return run_partitions(self, context, extras, PartitionOptions(max_concurrent, chunk), **arguments)
 
     @_explain_arguments
     def submit(

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import dagster as dg
 from dagster_pipes import PipesExtras
 
 from .backends.array import ArrayBackend
+from .backends.base import Backend
 from .backends.batch import BatchBackend, cancel_cluster
 from .backends.layout import Layout, absolute
 from .backends.sessions import local as local_session
@@ -35,6 +37,7 @@ from .execution import partition_arrays, partitions, submitted, terminal
 from .execution.announce import announce, drop_inherited_tags
 from .execution.asynchronous import drive_async
 from .execution.event_log import open_event_log
+from .execution.partition_results import PartitionOptions
 from .execution.reattach import next_call
 from .execution.run import Steps, drive, executing, start_errors
 from .failures import CompletedRun, RunFailure, apply_retry_policy
@@ -52,13 +55,36 @@ _log = logging.getLogger("rayslurm")
 
 
 def run(resource: ComputeFields, context: Context, extras: PipesExtras | None, **arguments: Any) -> CompletedRun:
-    """Run the payloads of one call of `ComputeResource.run` or `run_partitions`, and wait until all payloads have ended.
+    """Run the payloads of one call of `ComputeResource.run`, and wait until all payloads have ended.
 
-    `extras` are the Pipes extras. `arguments` are the other arguments of the call; for `run_partitions`, `arguments` also contain
-    `by_partition=True`. Returns the result for the user's asset. Raises `RunFailure` if the call is invalid, or if a payload
-    fails.
+    `extras` are the Pipes extras. `arguments` are the other arguments of the call. Returns the result for the user's asset.
+    Raises `RunFailure` if the call is invalid, or if a payload fails.
     """
     return drive(_running(resource, _op_context(context), extras, **arguments))
+
+
+def run_partitions(
+    resource: ComputeFields,
+    context: Context,
+    extras: PipesExtras | None,
+    options: PartitionOptions,
+    **arguments: Any,
+) -> CompletedRun:
+    """Run the partitions of one call of `ComputeResource.run_partitions`, and wait until all partitions have ended.
+
+    `options` and `arguments` together are the arguments of the call besides `context` and `extras`. Returns the result for the
+    user's asset. Raises `RunFailure` if the call is invalid, or unless all partitions succeeded.
+    """
+    op_context = _op_context(context)
+    with _in_step(resource, op_context):
+        with configuration_errors():
+            partitions.check_context(op_context, options)
+            if resource.topology == Topology.SEPARATE:
+                raise ValueError(f"topology: run_partitions has one payload for each partition; use '{Topology.SPANNING}'")
+        plan, backend = _prepare(resource, op_context, extras, **arguments)
+        if isinstance(backend, ArrayBackend):
+            return partition_arrays.execute_arrays(op_context, plan, backend, resource, extras, options)
+        return partitions.execute_partitions(op_context, plan, backend, resource, extras, options)
 
 
 async def run_async(resource: ComputeFields, context: Context, extras: PipesExtras | None, **arguments: Any) -> CompletedRun:
@@ -81,33 +107,43 @@ def _op_context(context: Context) -> dg.OpExecutionContext:
     return context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
 
 
-def _running(resource: ComputeFields, context: dg.OpExecutionContext, *arguments: Any, **options: Any) -> Steps[CompletedRun]:
+@contextmanager
+def _in_step(resource: ComputeFields, context: dg.OpExecutionContext) -> Iterator[None]:
+    """Context manager for a block that runs a step's payloads: applies the step's retry policy to a `RunFailure` of the block.
+
+    Before the block, the tags that a re-executed Dagster run has inherited from its parent's Slurm job are set to "none".
+    """
     drop_inherited_tags(context, Layout.here(resource.local_base).base)
     try:
-        return (yield from _steps(resource, context, *arguments, **options))
+        yield
     except RunFailure as failure:
         apply_retry_policy(failure, context.get_step_execution_context().op_retry_policy)
         raise
 
 
-def _steps(
+def _running(
     resource: ComputeFields,
     context: dg.OpExecutionContext,
     extras: PipesExtras | None,
-    max_concurrent: int | None = None,
-    chunk: int = 1,
-    by_partition: bool = False,
     number: int | None = None,
     **arguments: Any,
 ) -> Steps[CompletedRun]:
+    with _in_step(resource, context):
+        plan, backend = _prepare(resource, context, extras, **arguments)
+        return (yield from executing(context, plan, backend, resource, extras, number=number))
+
+
+def _prepare(
+    resource: ComputeFields, context: dg.OpExecutionContext, extras: PipesExtras | None, **arguments: Any
+) -> tuple[Any, Backend]:
+    """Returns the plan and the backend for a step's call, as `prepare` does; raises `RunFailure` if the call is invalid.
+
+    Also logs where the settings of the call come from, and which settings local mode does not use.
+    """
     if unused := unused_fields(resource, arguments["environment"] or resource.environment):
         context.log.info(f"[rayslurm] local mode does not use {unused}")
     with configuration_errors():
         call = Call(resource, settings=of_step(context), **arguments)
-        if by_partition:
-            partitions.check_context(context, max_concurrent, chunk)
-            if resource.topology == Topology.SEPARATE:
-                raise ValueError(f"topology: run_partitions has one payload for each partition; use '{Topology.SPANNING}'")
         try:
             json.dumps(extras)
         except (TypeError, ValueError, RecursionError) as error:
@@ -116,12 +152,7 @@ def _steps(
             ) from None
         plan, backend = prepare(call, secrets.token_hex(6))
     log_origins(call, context.log)
-    if isinstance(backend, ArrayBackend):
-        return partition_arrays.execute_arrays(context, plan, backend, resource, extras, max_concurrent, chunk)
-    if by_partition:
-        plan = partitions.with_runner(plan, max_concurrent)
-        return partitions.execute_partitions(context, plan, backend, resource, extras, chunk)
-    return (yield from executing(context, plan, backend, resource, extras, number=number))
+    return plan, backend
 
 
 def submit(
@@ -219,9 +250,9 @@ def look(resource: ComputeFields, known: Sequence[str], sensor: str, at: Callabl
 
     `known` has the names of the runs whose ends were reported before, and `sensor` is the name of the Dagster sensor that reports
     ends. Before the remote call, the function calls `at` with the name of the cluster. Returns three values: a list with an
-    `EndedRun` for each run that has ended and is not in `known`; the names in `known` whose run directories still exist; and the
-    number of runs that have not ended. Raises `RunFailure` if the resource has no cluster, and OSError if the cluster or Slurm
-    does not answer.
+    `EndedRun` for each run that has ended, unless its name is in `known` or another sensor reports its end; the names in `known`
+    whose run directories still exist; and the number of runs that have not ended. Raises `RunFailure` if the resource has no
+    cluster, or is in a mode without submitted runs, and OSError if the cluster or Slurm does not answer.
     """
     with configuration_errors():
         resource = resolve_variables(resource, type(resource).__name__, [])
@@ -272,7 +303,7 @@ def end_cluster(resource: ComputeFields, cluster_id: str) -> bool:
 
 
 def end_run(resource: ComputeFields, context: dg.InitResourceContext) -> None:
-    """End the sessions with scope "run", which belong to the single Dagster run in `context`, when all its steps have ended.
+    """End the sessions with scope "run" that belong to the Dagster run in `context`, if all steps of this run have ended.
 
     If a step of the run has not ended or never started, the function does nothing. If the cluster cannot be reached, the function
     logs a warning. In both cases, the sessions end by themselves when they have been idle for `idle_timeout`.
@@ -300,7 +331,7 @@ def end_run(resource: ComputeFields, context: dg.InitResourceContext) -> None:
 class EnvironmentSite:
     """The machine and directories where the environment of payloads is installed, and the settings of the installation."""
 
-    connection: Connection  # Leads to the edge node of the cluster.
+    connection: Connection  # The connection to the edge node of the cluster.
     base: str  # Absolute path of the base directory on the cluster.
     environment: Environment
     # The environment is made for the nodes that these configurations request; without any, for the edge node.

@@ -39,7 +39,7 @@ _REPEATED = 1.0
 
 @dataclass(frozen=True)
 class Step:
-    """One attempt at a Dagster step that runs a payload; without Dagster, a stand-in for it."""
+    """One attempt at a Dagster step that runs a payload. `rayslurm submit`, which runs without Dagster, also makes a `Step`."""
 
     run_id: str
     step_key: str
@@ -66,7 +66,7 @@ class RunningPayload(Protocol):
         return False
 
     def poll(self, evidence: Evidence) -> str | None:
-        """Look once whether the runtime has ended: returns in words how the runtime ended, or None while the runtime lives.
+        """Check once whether the runtime has ended; returns a text that says how the runtime ended, or None while it lives.
 
         Raises RunFailure if the runtime can never start, or has waited for longer than the queue timeout. `evidence` has the
         known facts about the payload; an implementation may add facts.
@@ -90,7 +90,7 @@ class RunningPayload(Protocol):
         """End the payload by force, without a grace period: kill its runtime, or cancel its Slurm job."""
 
     def explain(self, evidence: Evidence) -> None:
-        """Add the ends of logs and Slurm's accounting to `evidence`.
+        """Add the last lines of the logs, and Slurm's accounting, to `evidence`.
 
         Called after the payload's end, if the run record alone does not explain it.
         """
@@ -100,7 +100,7 @@ class RunningPayload(Protocol):
         return {}
 
     def release(self, evidence: Evidence) -> None:
-        """Clean up when the step is done with the payload: end what must not go on, such as a Slurm job that has not started.
+        """Clean up when the step no longer follows the payload; for instance, cancel a Slurm job that has not started.
 
         Does not end the session of the payload, or a job that a later attempt at the step owns. `evidence` has all known facts
         about the payload.
@@ -167,11 +167,12 @@ class CanReattach(Protocol):
         """
 
     def end_abandoned(self, run_dir: str, grace_period: float, /) -> None:
-        """End the payload of `run_dir` if this attempt could not take the payload over from an earlier attempt.
+        """End the payload of `run_dir`, which an earlier attempt started, and wait for the end.
 
-        The earlier attempt had begun to end or judge the payload, and may have died before the end. The payload has
-        `grace_period` seconds to end by itself; job arrays have none. Raises StartError if Slurm does not confirm the end. For a
-        payload in a session, the function only asks for the end, and returns at once.
+        Called if this attempt could not take the payload over, because the earlier attempt had begun to end or judge the payload.
+        The earlier attempt may have died before it ended the payload. The payload has `grace_period` seconds to end by itself;
+        job arrays have none. Raises StartError if Slurm does not confirm the end or, for a payload in a session, if the run
+        record does not show the end in time.
         """
 
 
@@ -180,9 +181,9 @@ class CanExclude(Protocol):
     """Protocol of a backend whose Slurm jobs can avoid nodes that failed a health check."""
 
     def remember_unhealthy(self, nodes: Sequence[UnhealthyNode]) -> None:
-        """Store nodes that failed a health check in the base directory, so that later jobs of this user can avoid them.
+        """Record in the base directory that `nodes` failed a health check, so that later jobs of this user can avoid these nodes.
 
-        Raises OSError if the nodes cannot be stored.
+        Raises OSError if the cluster does not answer, or the base directory cannot be written.
         """
 
     def exclusion_for_plan(self, plan: Any, /) -> Exclusion:
@@ -202,8 +203,13 @@ def run_files(plan: Plan, context: PipesContextData, step: Step) -> dict[str, by
     payload = replace(plan.payload, run_id=step.run_id, step=step.step_key)
     files = {PAYLOAD: to_json(payload), CONTEXT: json.dumps(context), JOURNAL: "", STDIO: ""}
     if plan.secret_env:
-        files[SECRETS] = json.dumps(plan.secret_env)
+        files[SECRETS] = secrets_json(plan)
     return {name: content.encode("utf-8") for name, content in files.items()}
+
+
+def secrets_json(plan: Plan) -> str:
+    """Returns the content of the file `SECRETS`: the secret variables of a plan."""
+    return json.dumps(plan.secret_env)
 
 
 def write_run_dir(connection: Connection, run_dir: str, files: Mapping[str, bytes]) -> None:
@@ -272,7 +278,7 @@ class CancelRequest:
 
 @contextmanager
 def _handled_by(take: Callable[[int], None]) -> Iterator[None]:
-    """Inside the block, call `take` with the number of each SIGINT or SIGTERM, in place of the handlers installed before.
+    """Context manager: inside the block, call `take` with the number of each SIGINT or SIGTERM, instead of the earlier handlers.
 
     After the block, the earlier handlers are installed again. Outside the main thread, the context manager does nothing.
     """
@@ -286,9 +292,9 @@ def _handled_by(take: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def delayed_interrupts() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back until the end of the block. Then the first held signal is raised, and the others are dropped.
+    """Context manager: delay SIGINT and SIGTERM until the end of the block.
 
-    Outside the main thread, the context manager does nothing.
+    Then the first delayed signal is raised, and the others are dropped. Outside the main thread, no signal is delayed.
     """
     came: list[int] = []
     try:
@@ -301,7 +307,7 @@ def delayed_interrupts() -> Iterator[None]:
 
 @contextmanager
 def noticed_interrupts() -> Iterator[Callable[[], None]]:
-    """Record each SIGINT and SIGTERM inside a block, and also call the handler that was installed before the block.
+    """Context manager: record each SIGINT and SIGTERM inside the block, and also call the handler that was installed before.
 
     Yields a function without arguments. If a signal was recorded, the function calls the handler of the first signal again;
     otherwise it does nothing. A long block must call the function now and then, because the exception of the first call may get
@@ -328,7 +334,7 @@ def noticed_interrupts() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
-    """Ignore SIGINT and SIGTERM inside a block that cleans up after an interrupt.
+    """Context manager: ignore SIGINT and SIGTERM inside a block that cleans up after an interrupt.
 
     Yields a function that returns whether a further signal has come. Signals in the first `_REPEATED` seconds of the block do not
     count, because they belong to the first interrupt. Outside the main thread, no signal is ignored, and the function returns
@@ -341,11 +347,11 @@ def deferred_interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def sweep_remote(connection: Connection, base: str, retention_days: float, *, every_minutes: int = 60) -> list[str]:
-    """Remove the run directories, sessions, bundles and runtimes on the cluster that were not used for `retention_days`.
+    """Remove run directories, sessions, bundles, environments and runtimes on the cluster, if not used for `retention_days` days.
 
-    The directory of a session's allocation stays while the allocation's job may live. The newest directory of each session
-    stays while any process looks for the session, because the number of the newest directory determines the next number. A
-    bundle or runtime stays while a run or session names the bundle or runtime.
+    The directory of a session's allocation stays while the allocation's job may live. The newest of these directories is removed
+    only together with the whole session, because the number of the newest directory determines the next number. A bundle,
+    environment or runtime stays while the files of a run or session name it.
 
     Args:
         connection: The connection to the cluster.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..backends.base import Backend
 from ..backends.layout import Layout
+from ..compute_fields import ComputeFields
 from ..edge.base_directory import sweep_runs
 from ..runtime.protocol.record import Record
 from ..runtime.protocol.spec import is_passable
@@ -71,6 +72,11 @@ def missing_output_warnings(end: Record, succeeded: bool) -> list[str]:
         more = f"; and {len(left_out) - _SHOWN} more, see the metadata" if len(left_out) > _SHOWN else ""
         warnings.append(f"outputs left out: {'; '.join(left_out[:_SHOWN])}{more}")
     return warnings
+
+
+def keeps_run_dir(resource: ComputeFields, failed: bool) -> bool:
+    """Returns whether `keep_run_dirs` of a resource keeps the run directory of a run; `failed` says whether the run failed."""
+    return resource.keep_run_dirs == "all" or (resource.keep_run_dirs == "failed" and failed)
 
 
 def discard(connection: Connection, path: str) -> None:

@@ -32,9 +32,9 @@ from ..runtime.protocol.record import SECRETS, STATUS
 from ..ssh.base import Connection
 from .announce import announce
 from .event_log import open_event_log
-from .files import discard, sweep_old_files
+from .files import discard, keeps_run_dir, sweep_old_files
 from .interrupts import INTERRUPTS, has_terminal, is_service_stop, mark_canceling
-from .partition_results import PartitionResults, nothing_missing, results_so_far
+from .partition_results import PartitionOptions, PartitionResults, nothing_missing, results_so_far
 from .reattach import Launch, reattach_or_new
 from .run import start_errors, superseded
 from .unhealthy import remember
@@ -50,16 +50,14 @@ def execute_arrays(
     backend: ArrayBackend,
     resource: ComputeFields,
     extras: Any,
-    max_concurrent: int | None,
-    chunk: int,
+    options: PartitionOptions,
 ) -> CompletedRun:
     """Run the partitions of a step that are not materialized yet as elements of job arrays; wait until all have ended.
 
-    Each element runs up to `chunk` partitions. `extras` are the Pipes extras. `max_concurrent` is the largest number of elements
-    that run at the same time; None means no limit. Returns the result for the user's asset. Raises RunFailure unless all
-    partitions succeeded.
+    Each element runs one chunk of partitions. `extras` are the Pipes extras. Returns the result for the user's asset. Raises
+    RunFailure unless all partitions succeeded.
     """
-    results = results_so_far(context, plan, resource, chunk)
+    results = results_so_far(context, plan, resource, options.chunk)
     if not results.missing:
         return nothing_missing(context, results, extras)
     home = Layout.here(resource.local_base)
@@ -70,7 +68,7 @@ def execute_arrays(
     # Dagster's own handler gets no "opened" message, because each partition has a Pipes session of its own.
     with pipes.session(extras, uses_pipes=False) as session:
         pipes_context, _ = results.attach(pipes, lambda: launch.step.owner)
-        run = _ArrayRun(context, backend, resource, launch, results, max_concurrent)
+        run = _ArrayRun(context, backend, resource, launch, results, options.max_concurrent)
         with open_event_log(context.instance.event_log_storage, context.run.run_id):
             run.complete(cast("Mapping[str, Any]", pipes_context))
     return CompletedRun(session, {**results.metadata(), **run.metadata()}, run.cluster_id, run.job_ids, [])
@@ -252,9 +250,9 @@ class _ArrayRun:
     def _conclude(self, ended: Sequence[Ended]) -> None:
         """Judge chunks that have ended, show their output, and materialize the partitions that succeeded.
 
-        If an earlier attempt has shown that a chunk failed, the chunk's output is not shown again. If a whole array was
-        cancelled, this method also sets `stopped`, so that no further array is submitted. It stores the nodes that failed a
-        health check, so that later arrays can avoid these nodes.
+        If an earlier attempt has already logged in Dagster that a chunk failed, the chunk's output is not shown again. If a whole
+        array was cancelled, this method also sets `stopped`, so that no further array is submitted. The method also stores the
+        nodes that failed a health check, so that later arrays can avoid these nodes.
         """
         failed, unhealthy = False, dict[str, Any]()
         for each in ended:
@@ -310,8 +308,9 @@ class _ArrayRun:
     def _detaches(self, interrupt: BaseException) -> bool:
         """Returns whether the arrays go on although `interrupt` ends this Dagster process. If so, logs a warning.
 
-        The result is True only if all of this holds: `interrupt` is a stop of the Dagster process, and not a person's;
-        `on_service_stop` of the resource is "detach"; an array was submitted; a later attempt can find the arrays.
+        The result is True only if four conditions hold: the Dagster process is stopped from outside, and not by a person who ends
+        the run (see `is_service_stop`); `on_service_stop` of the resource is "detach"; an array was submitted; and a later
+        attempt can find the arrays.
         """
         wanted = self.resource.on_service_stop == DETACH and self.launch.history is not None and self.job_ids
         if not wanted or not is_service_stop(self.context, interrupt):
@@ -374,8 +373,7 @@ class _ArrayRun:
         except OSError:
             return
         self.launch.forget()
-        keep = self.resource.keep_run_dirs == "all" or (self.resource.keep_run_dirs == "failed" and failed)
-        if not keep:
+        if not keeps_run_dir(self.resource, failed):
             discard(self.connection, self.run_dir)
             return
         status = {"state": "ended", "message": self.results.counted(), "at": time.time()}

@@ -47,12 +47,20 @@ _MIB = 2**20
 _DATA_VERSION = "dagster/data_version"  # Tag of a materialization.
 
 
+@dataclass(frozen=True)
+class PartitionOptions:
+    """The arguments of `run_partitions` that say how the partitions run; `run` has no such arguments."""
+
+    max_concurrent: int | None = None  # Most chunks that run at the same time; None for the default of the allocation.
+    chunk: int = 1  # Most partitions of one chunk.
+
+
 @dataclass
 class PartitionResults:
     """The partitions of a step: which are materialized, and which failed and why.
 
-    The object is also the handler of the payload's Pipes messages: it judges each partition that ends, and materializes
-    successes.
+    The object is also the handler of the payload's Pipes messages: it judges each chunk of partitions that ends, and materializes
+    the partitions that succeeded.
     """
 
     context: dg.OpExecutionContext
@@ -64,7 +72,7 @@ class PartitionResults:
     require_messages: bool  # Whether a payload that uses Pipes fails if it does not open and close Pipes.
     failed: dict[str, Verdict] = field(default_factory=dict)  # Why partitions failed.
     told: set[str] = field(default_factory=set)  # Failed partitions that an earlier attempt has logged.
-    handler: Any = None  # Dagster's handler of all other Pipes messages.
+    handler: Any = None  # Dagster's handler, for the Pipes messages that do not report the end of a chunk.
     # Returns this attempt's claim to own the payload. Only the attempt that owns the payload materializes partitions.
     owner: Callable[[], Ownership] = lambda: UNCONTESTED
     chunk: int = 1  # Most partitions of one chunk.
@@ -83,11 +91,12 @@ class PartitionResults:
         return [key for key in self.keys if key not in self.done]
 
     def attach(self, pipes: RecordPipes, owner: Callable[[], Ownership]) -> tuple[PipesContextData, Any]:
-        """Use this object for the payload of `pipes`; returns the payload's Pipes context, and this object as message handler.
+        """Prepare this object to handle the Pipes messages of a payload; returns the payload's Pipes context, and this object.
 
-        The Pipes context names the partitions that the payload must compute. To find these partitions, the method asks Dagster
-        once more which partitions are materialized. Before the call, the caller must make sure that no earlier attempt
-        materializes partitions any more. `owner` returns this attempt's claim to own the payload.
+        `pipes` is Dagster's side of the Pipes session of the run. The returned Pipes context names the partitions that the
+        payload must compute. To find these partitions, the method asks Dagster once more which partitions are materialized.
+        Before the call, the caller must make sure that no earlier attempt materializes partitions any more. `owner` returns this
+        attempt's claim to own the payload.
         """
         self.handler, self._pipes, self.owner = pipes.handler, pipes, owner
         self.done |= materialized(self.context) & set(self.keys)
@@ -97,10 +106,10 @@ class PartitionResults:
         return {**pipes.pipes_context, PARTITIONS: chunks}, self  # type: ignore[misc]
 
     def handle_message(self, message: Any) -> None:
-        """Judge the chunk whose end the message reports; pass any other Pipes message of the payload to Dagster's handler.
+        """Judge the chunk whose end the Pipes message `message` reports; pass any other Pipes message of the payload to Dagster.
 
-        Ignores partitions that are already materialized, or that this run does not have. Raises an exception of any
-        type if the message is malformed.
+        The end of a chunk is ignored if the run does not have its partitions, or if they are already materialized. Raises an
+        exception of any type if the message is malformed.
         """
         if message["method"] != METHOD:
             self.handler.handle_message(message)
@@ -214,9 +223,11 @@ class PartitionResults:
         return results
 
     def _reported_key(self, method: str, params: Mapping[str, Any], keys: Sequence[str]) -> str | None:
-        """Returns the partition that a custom message of a chunk reports as made; None for any other message.
+        """Returns the key of the partition that a Pipes message of a chunk reports as made; None for any other message.
 
-        Raises ValueError if the chunk with the partitions `keys` does not have the partition.
+        A process reports a partition by a custom message. `method` and `params` are the two parts of the message, and `keys` are
+        the keys of the chunk's partitions. Raises ValueError if the reported partition is not in `keys`. If each chunk has a
+        single partition, the result is always None.
         """
         payload = params.get("payload")
         if (

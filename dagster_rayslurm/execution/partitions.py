@@ -19,18 +19,20 @@ from ..plan import Plan
 from ..runtime.payload import partition_runner, preload_child
 from ..runtime.payload.preload_server import command_problem
 from .event_log import open_event_log
-from .partition_results import NO_MATERIALIZATION, nothing_missing, results_so_far
+from .partition_results import NO_MATERIALIZATION, PartitionOptions, nothing_missing, results_so_far
 from .run import drive, executing
 
 _RUNNER = [Path(partition_runner.__file__), Path(preload_child.__file__)]
 
 
-def check_context(context: dg.OpExecutionContext, max_concurrent: int | None, chunk: int) -> None:
-    """Raise ValueError unless the step makes partitions of one asset without checks, and the two numbers are valid.
+def check_context(context: dg.OpExecutionContext, options: PartitionOptions) -> None:
+    """Raise ValueError if `run_partitions` cannot run in this step, or if one of the options is invalid.
 
-    Both numbers must be positive integers; `max_concurrent` may also be None.
+    The step must make partitions of exactly one asset, which has no checks. `max_concurrent` and `chunk` must be positive
+    integers; `max_concurrent` may also be None.
     """
-    for name, number in (("max_concurrent", 1 if max_concurrent is None else max_concurrent), ("chunk", chunk)):
+    most = options.max_concurrent
+    for name, number in (("max_concurrent", 1 if most is None else most), ("chunk", options.chunk)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{name}: {number!r} is no number of partitions; pass 1 or more, or leave it out")
     if not NO_MATERIALIZATION:
@@ -59,14 +61,20 @@ def with_runner(plan: Plan, max_concurrent: int | None) -> Plan:
 
 
 def execute_partitions(
-    context: dg.OpExecutionContext, plan: Plan, backend: Backend, resource: ComputeFields, extras: Any, chunk: int
+    context: dg.OpExecutionContext,
+    plan: Plan,
+    backend: Backend,
+    resource: ComputeFields,
+    extras: Any,
+    options: PartitionOptions,
 ) -> CompletedRun:
     """Run one payload for all partitions of a step that are not materialized yet, and wait until all partitions have ended.
 
-    `plan` comes from `with_runner`. `extras` are the Pipes extras. `chunk` is the largest number of partitions that share a
-    process. Returns the result for the user's asset. Raises RunFailure unless all partitions succeeded.
+    `plan` has the command for one chunk. `extras` are the Pipes extras. Returns the result for the user's asset. Raises
+    RunFailure unless all partitions succeeded.
     """
-    results = results_so_far(context, plan, resource, chunk)
+    plan = with_runner(plan, options.max_concurrent)
+    results = results_so_far(context, plan, resource, options.chunk)
     if not results.missing:
         return nothing_missing(context, results, extras)
     try:

@@ -40,7 +40,7 @@ from ..slurm.shared_queue import SlurmUnanswered
 from ..ssh.base import ConnectionFailed
 from ..ssh.local import LocalConnection
 from .announce import announce
-from .files import discard, fetch_outputs, missing_output_warnings, sweep_old_files
+from .files import discard, fetch_outputs, keeps_run_dir, missing_output_warnings, sweep_old_files
 from .interrupts import INTERRUPTS, has_terminal, is_service_stop, mark_canceling
 from .reattach import Launch, reattach_or_new
 from .unhealthy import remember, second_try
@@ -60,9 +60,10 @@ _CANCEL_MARGIN = 15.0  # Seconds beyond the grace period for which a cancelled p
 def drive(steps: Steps[T], follow: Callable[[Following, float], Followed] = follow_in_hub) -> T:
     """Run the generator `steps` to its end in this thread, and return the generator's result; blocks.
 
-    The payloads that the generator yields are followed by `follow`, by default in the thread of the cluster's hub, together with
-    the payloads of all other callers in this process. If an exception, such as an interrupt, comes while payloads are followed,
-    it is raised inside the generator.
+    When the generator yields payloads, `drive` calls `follow` with these payloads and with the time of the call of `drive`, by
+    the monotonic clock. `follow` begins to follow the payloads, and returns at once. By default, the hub of the cluster follows
+    the payloads: one thread for all callers in this process. If an exception, such as an interrupt, comes while payloads are
+    followed, the exception is raised inside the generator.
     """
     began = time.monotonic()
     error: BaseException | None = None
@@ -338,7 +339,7 @@ class PayloadRun:
             if self.payloads:
                 self.launch.forget()
             may_run_on = self.launch.step.reattached and not self.payloads
-            if not may_run_on and not self._keeps_run_dir(failed=True):
+            if not may_run_on and not keeps_run_dir(self.resource, failed=True):
                 discard(self.backend.connection, self.run_dir)
             raise
         finally:
@@ -380,7 +381,7 @@ class PayloadRun:
         """
         # Over a lost connection the payload may go on, and a retry may take it over.
         lost = any(each.evidence.connection_lost for each in self.payloads.values())
-        remove = not lost and not self.outputs_left and not self._keeps_run_dir(failed=verdict.kind is not None)
+        remove = not lost and not self.outputs_left and not keeps_run_dir(self.resource, failed=verdict.kind is not None)
         if not lost:
             with suppress(OSError):  # A later sweep removes what stays.
                 if self._owner.confirm() and remove:
@@ -393,9 +394,6 @@ class PayloadRun:
             return None
         connection = self.backend.connection
         return self.run_dir if isinstance(connection, LocalConnection) else f"{connection.place}:{self.run_dir}"
-
-    def _keeps_run_dir(self, failed: bool) -> bool:
-        return self.resource.keep_run_dirs == "all" or (self.resource.keep_run_dirs == "failed" and failed)
 
     def _followed(self, component: Component, running: RunningPayload, handler: Any) -> FollowedPayload:
         plan = self.plans[component]
@@ -443,8 +441,9 @@ class PayloadRun:
     def _detaches(self, interrupt: BaseException) -> bool:
         """Returns whether the payloads shall go on although `interrupt` ends this Dagster process. If so, logs a warning.
 
-        The result is True only if all of this holds: `interrupt` is a stop of the Dagster process, and not a person's;
-        `on_service_stop` of the resource is "detach"; a payload was started; a later attempt can take the payloads over.
+        The result is True only if four conditions hold: the Dagster process is stopped from outside, and not by a person who ends
+        the run (see `is_service_stop`); `on_service_stop` of the resource is "detach"; a payload was started; and a later attempt
+        can take the payloads over. In a session with scope "run", the payloads never go on.
         """
         ends_with_run = self.resource.mode == ExecutionMode.SLURM_SESSION and self.resource.session.scope == "run"
         if self.resource.on_service_stop != DETACH or ends_with_run or not self.launch.lasts or not self.payloads:

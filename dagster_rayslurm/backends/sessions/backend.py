@@ -28,7 +28,7 @@ from ...follow import Cadence
 from ...launchers import Launcher, RayLauncher
 from ...plan import Plan, check_session, merge, session_queue
 from ...runtime.protocol.messages import Refusal
-from ...runtime.protocol.record import CANCEL, EXIT, RUNTIME, SECRETS, SESSION, Record
+from ...runtime.protocol.record import CANCEL, EXIT, RUNTIME, SESSION, Record
 from ...runtime.protocol.spec import PROTOCOL_VERSION, RuntimeSpec, to_json
 from ...slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
 from ...slurm.exclusion import Exclusion
@@ -39,7 +39,7 @@ from ...slurm.steps import parse_exit
 from ...slurm.submit import JOB_SCRIPT, ClaimTaken, SubmissionRefused, SubmittedJob, cancel_named, submit
 from ...ssh.pool import connection_to
 from .. import batch
-from ..base import Register, RunningPayload, Step, deferred_interrupts, run_files, write_cancel_request
+from ..base import Register, RunningPayload, Step, deferred_interrupts, run_files, secrets_json, write_cancel_request
 from ..layout import absolute, nonce_of, remote_base_errors
 from ..ownership import FIRST_OWNER, REQUEST_FILE, Journal, fingerprint, reattachable_job
 from ..payload_files import PayloadFiles, deliver, pack
@@ -58,11 +58,11 @@ _CANCEL_MARGIN = 15.0  # Seconds beyond the grace period for which the end of su
 
 
 def start_in_session(site: Site, choice: Choice) -> RunningPayload:
-    """Get a session for the payload of a step, ask the session to run the payload, and return the payload when it is accepted.
+    """Find or create a session for a payload, and return the running payload as soon as the session has accepted the payload.
 
-    Blocks while no session is ready, but does not wait for the end of the payload. `choice` says which sessions the payload may
-    use. Raises RunFailure if the session did not start. Raises StartError if no session can or will run the payload. Raises
-    OSError if the cluster is out of reach.
+    Blocks while no session is ready, but does not wait for the end of the payload. `site` has the step, the plan of the payload,
+    and the connection to the cluster. `choice` says which sessions the payload may use. Raises RunFailure if the session did not
+    start. Raises StartError if no session can or will run the payload. Raises OSError if the cluster is out of reach.
     """
     if choice.problem is not None and choice.strict:  # A misfit of the run's own launcher or queue is known before any request.
         raise StartError(FailureKind.CONFIGURATION, misfit_error(choice.problem))
@@ -74,7 +74,7 @@ def start_in_session(site: Site, choice: Choice) -> RunningPayload:
         site.register(accepted[0])
 
     plan, apart, number = site.plan, choice.problem is not None, 0
-    request = RunRequest(site, on_accepted, run_files(plan, site.context, site.step)[SECRETS] if plan.secret_env else b"")
+    request = RunRequest(site, on_accepted, secrets_json(plan).encode("utf-8") if plan.secret_env else b"")
     acquisition = SessionAcquisition(site, choice.target)
     try:
         while True:
@@ -329,7 +329,7 @@ def _component_of(launcher: Launcher) -> str | None:
 
 @dataclass(kw_only=True, eq=False)
 class SlurmSite(Site):
-    """The Slurm cluster where a step looks for sessions; a Slurm job holds each session. See `Site` for the methods."""
+    """The Slurm cluster on which a step looks for sessions; each session is a Slurm job. See `Site` for the methods."""
 
     noun = "Slurm job"
     end_command = "scancel"
