@@ -1,6 +1,6 @@
 """Builds the runtime, the program that starts Ray and the payload, as one file (a zipapp).
 
-The file's name contains a hash of the runtime's sources, so that no copy is ever outdated.
+The file's name contains a hash of the runtime's sources, so that an outdated copy of the file is never used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAIN = f"import sys\nfrom {PACKAGE}.__main__ import main\nsys.exit(main(sys.arg
 
 @lru_cache(maxsize=1)
 def _sources() -> dict[str, bytes]:
-    """Returns the zipapp's source files by name: the modules of the runtime, and a `__main__.py` that starts them."""
+    """Returns the zipapp's source files by name: the modules of the runtime, and a `__main__.py` that starts the runtime."""
     directory = Path(runtime.__file__).parent
     modules = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*.py"))}
     return {"__main__.py": _MAIN.encode()} | {f"{PACKAGE}/{name}": path.read_bytes() for name, path in modules.items()}

@@ -105,8 +105,8 @@ class Call:
     def _take_settings(self) -> None:
         """Set `launcher`, `queue` and `origins` from the arguments of the call and the settings in tags and metadata.
 
-        Arguments override the settings in the metadata and `op_tags` of the step. The settings in the tags of the Dagster run
-        override the arguments.
+        `origins` says where each field of the launcher and the queue was set. Arguments override the settings in the metadata and
+        `op_tags` of the step. The settings in the tags of the Dagster run override the arguments.
         """
         launcher: Layered[Launcher] = Layered(None, {})
         queue: Layered[SlurmQueueConfig] = Layered(None, {})
@@ -249,9 +249,8 @@ def _check_requires(call: Call, plan: Any) -> None:
 def choose_backend(call: Call) -> Backend:
     """Returns the backend (the object that starts payloads) for a call, chosen by the resource's mode and topology.
 
-    Starts nothing. Raises `ValueError` if the environment is invalid. A call without components of its own uses those of the
-    resource: in local mode with a Ray cluster that payloads share, the function also raises `ValueError` if these contradict each
-    other.
+    Starts nothing. Raises `ValueError` if the environment is invalid. In local mode with `enable_cluster_reuse=True`, also raises
+    `ValueError` if the call has no components of its own, and the components of the resource contradict each other.
     """
     resource, environment = call.resource, call.environment or _environment(call.resource)
     if isinstance(environment, ContainerEnvironment) and resource.data_dir is not None:

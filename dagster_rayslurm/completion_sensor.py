@@ -99,9 +99,9 @@ def build_completion_sensor(
 
 
 class _Look:
-    """Calls `operations.look` for a sensor in threads, so that a tick of the sensor can stop waiting for the cluster.
+    """Finds the submitted runs that have ended, in a thread, so that a tick of the sensor can stop waiting for the cluster.
 
-    At most one thread runs at a time: while a call hangs, no further call begins.
+    The thread calls `operations.look`. At most one thread runs at a time: while a call hangs, no further call begins.
     """
 
     def __init__(self, compute: ComputeResource, sensor: str) -> None:
@@ -112,8 +112,9 @@ class _Look:
     def result(self, known: list[str]) -> Any:
         """Call `operations.look` in a thread, wait for the thread, and return the result or raise the exception.
 
-        Raises TimeoutError after `_LOOK_TIMEOUT` seconds. The thread then goes on; the next tick starts no thread, but waits for
-        this thread and returns its result. `known` has the names of the runs that the sensor has reported before.
+        Raises `concurrent.futures.TimeoutError` after `_LOOK_TIMEOUT` seconds. The thread then goes on; the next call of this
+        method starts no thread, but waits for this thread and returns its result. `known` has the names of the runs that the
+        sensor has reported before.
         """
         if self._pending is None:
             self._pending = Future()

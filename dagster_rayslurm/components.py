@@ -190,8 +190,8 @@ def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec |
 def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
     """Returns the launcher for the nodes of a component; a field that the component does not set comes from `launcher`.
 
-    `launcher` is the launcher of the payload. Raises `ValueError` if the component's launcher has no Ray, or sets a field that is
-    not for single components.
+    `launcher` is the launcher of the payload. Raises `ValueError` if the component's launcher has no Ray, or if it sets a field
+    of the whole cluster or of the payload to another value than `launcher` does.
     """
     name, own = component.component_id, component.launcher
     if not isinstance(own, RayLauncher):
@@ -223,8 +223,8 @@ def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
 def request_for(components: Sequence[Component], *, job_name: str, comment: str) -> JobRequest:
     """Returns the request to Slurm for one heterogeneous job of all components, in the order of `components`.
 
-    The first component must be that of the Ray head, because the job's batch script runs on its first node.
-    Raises `ValueError`, which names the component and the field, if the queue of a component is invalid.
+    The first component must be that of the Ray head, because Slurm runs the batch script on the first node of the first
+    component. Raises `ValueError`, which names the component and the field, if the queue of a component is invalid.
     """
     requests = []
     for each in components:
@@ -238,7 +238,7 @@ def request_for(components: Sequence[Component], *, job_name: str, comment: str)
 
 
 def component_specs(request: JobRequest) -> list[ComponentSpec]:
-    """Returns the components of the job `request`, as a runtime (the program on the nodes) takes them in its settings.
+    """Returns descriptions of the components of the job `request`, for the files that a runtime (the program on the nodes) reads.
 
     The result is [] for a job without components.
     """

@@ -291,5 +291,5 @@ class SessionConfig(StrictConfig):
     refuses it."""
 
     def for_runtime(self) -> dict[str, Any]:
-        """Returns the fields that the runtime of the session gets, by name: those that `RuntimeSpec` has, too."""
+        """Returns the values of the fields that the session's runtime needs, by name: the fields that `RuntimeSpec` has, too."""
         return {each.name: getattr(self, each.name) for each in fields(RuntimeSpec) if each.name in type(self).model_fields}

@@ -1,4 +1,4 @@
-"""Components of Dagster's `dg`, written in YAML: assets that a script or module makes, and a `ComputeResource`.
+"""Component classes for Dagster's command `dg`, which make assets, asset checks and a `ComputeResource` from a YAML file.
 
 Only `dg` and projects that use these components import this module.
 """
@@ -191,7 +191,7 @@ class RaySlurmScriptComponent(dg.Component, dg.Resolvable, dg.Model):
 
 @dg.scaffold_with(ResourceScaffolder)
 class ComputeResourceComponent(dg.Component, dg.Resolvable, dg.Model):
-    """A `ComputeResource`, which runs payloads here or on a Slurm cluster, for the assets that name the resource's key."""
+    """A `ComputeResource` under the key `resource_key`. Assets that require this key run their payloads with the resource."""
 
     resource_key: Annotated[str, _described("Key of the resource.")] = "compute"
     resource: Annotated[

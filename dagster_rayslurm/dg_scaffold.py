@@ -91,7 +91,7 @@ class ScriptScaffolder(dg.Scaffolder[ScriptParams]):
 
     @classmethod
     def get_scaffold_params(cls) -> type[ScriptParams]:
-        """Returns the class that has the options of the command."""
+        """Returns the class that has the options of `dg scaffold defs`."""
         return ScriptParams
 
     def scaffold(self, request: dg.ScaffoldRequest[ScriptParams]) -> None:

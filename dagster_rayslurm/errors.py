@@ -1,4 +1,4 @@
-"""The kinds of failure, the verdict, the error of a runtime that cannot be started, and texts of errors; imports no Dagster."""
+"""Defines the kinds of failure, the classes `Verdict` and `StartError`, and functions for error messages; imports no Dagster."""
 
 from __future__ import annotations
 

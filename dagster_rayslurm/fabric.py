@@ -37,7 +37,8 @@ _LONGEST = 65536  # Most characters that are kept of a line whose end has not co
 def fabric_variables(fabric: str, interface: str | None) -> dict[str, str]:
     """Returns the environment variables for the network preset `fabric`, one of `FABRICS`; {} for "none".
 
-    If `interface` is set, the result also has the variables that tell the libraries to use this network interface, such as "ib0".
+    If `interface` names a network interface, such as "ib0", and `fabric` is not "none", the result also has the variables that
+    make NCCL and gloo use this interface.
     """
     variables = dict(_VARIABLES[fabric])
     if variables and interface:

@@ -18,7 +18,7 @@ class RunFailure(dg.Failure):
     """Raised when a run did not succeed.
 
     Attributes:
-        kind (FailureKind): the part of the run that failed; equal to the name of the part, as in `error.kind == "payload"`.
+        kind (FailureKind): the kind of failure, mostly the part that failed; equals its text, as in `error.kind == "payload"`.
         unhealthy (tuple[UnhealthyNode, ...]): the nodes whose failed health checks are the cause; empty for any other cause.
     """
 

@@ -1,6 +1,7 @@
 """The base class of configuration objects, and validators of fields. The import of this module does not import Dagster.
 
-The workarounds for enums, optional unions, unknown keys and `EnvVar` were tested with Dagster 1.13.
+Parts of this module work around limits of Dagster's handling of enums, optional unions, unknown keys and `EnvVar`. They were
+tested with Dagster 1.13.
 """
 
 from __future__ import annotations

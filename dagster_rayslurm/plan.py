@@ -74,12 +74,12 @@ def make_plan(
     """Returns the plan of a payload; raises `ValueError` for an invalid argument. Starts and writes nothing.
 
     `launcher` is the launcher with the settings of the call merged in. `nonce` is a random text that no other payload has. `env`
-    has variables for the payload and the Ray workers, `secret_env` variables for the payload alone. `max_output_bytes` limits the
-    size of all output files together, and `max_stdio_bytes` the size of the recorded stdout and stderr. `data_dir` is the
-    directory that payloads share; None for the default on the cluster. `components` are those of the allocation, as
-    `merge_launchers` returns them. If `fails_infeasible` is True, the run will fail when a task, actor or placement group waits
-    for resources that no node of the Ray cluster can ever hold. `uses_pipes` must be True or False: a mapping is invalid here.
-    The other arguments are those of `ComputeResource.run`.
+    has variables for the payload and the Ray workers, and `secret_env` has variables for the payload alone. `max_output_bytes`
+    limits the size of all output files together, and `max_stdio_bytes` limits the size of the recorded stdout and stderr.
+    `data_dir` is the directory that payloads share; None for the default on the cluster. `components` are the components of the
+    job that one Ray cluster spans, as `spanning_components` returns them. If `fails_infeasible` is True, the run will fail when a
+    task, actor or placement group waits for resources that no node of the Ray cluster can ever hold. `uses_pipes` must be True or
+    False: a mapping is invalid here. The other arguments are those of `ComputeResource.run`.
     """
     both = sorted(set(env) & set(secret_env))
     if both:

@@ -1,4 +1,4 @@
-"""The argument `requires` of `run()`: a check before submission that the Ray cluster can hold the resources a payload needs.
+"""Checks, before a payload starts, whether its Ray cluster can hold the resources in the argument `requires` of `run()`.
 
 A bundle has the resources that one task, one actor or one part of a placement group needs on a single node.
 """

@@ -16,8 +16,9 @@ from .ssh.config import SSHConnectionResource
 def resource_from(table: Mapping[str, Any], where: str) -> ComputeResource:
     """Returns the resource with the fields in `table`; raises `ValueError` for invalid fields.
 
-    `where` tells in the error message where the table comes from, such as a file. In `table`, `{"env": "NAME"}` stands for
-    `dg.EnvVar("NAME")`. The key `kind` in the table of a launcher or environment names the class of the launcher or environment.
+    `where` is the origin of the table for the error message, such as the name of a file. In `table`, `{"env": "NAME"}` stands for
+    `dg.EnvVar("NAME")`. In the table of a launcher or environment, the key `kind`, such as "ray", selects the class of the
+    object.
     """
     fields = with_variables(dict(table))
     with named_errors(where):

@@ -1,4 +1,4 @@
-"""Settings of queue and launcher outside the code of a step: in metadata or `op_tags` of an asset, or in tags of a job or run."""
+"""Reads and checks settings of queue and launcher in metadata or `op_tags` of an asset, or in tags of a job or Dagster run."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _LAUNCHERS: dict[str, type[Launcher]] = {"ray": RayLauncher, "bash": BashLaunche
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of queue and launcher for a step from one place, such as the metadata of an asset.
+    """The settings of queue and launcher for a step that users wrote in one place, such as the metadata of an asset.
 
-    `queue` or `launcher` is None if the place has no settings of the queue or of the launcher.
+    `queue` or `launcher` is None if users wrote no settings of the queue or of the launcher there.
     """
 
     place: str  # The name of the place in the log and in error messages, such as "op_tags".
@@ -51,10 +51,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Layered(Generic[C]):
-    """A queue or a launcher merged from the places where a step may set fields: metadata, `op_tags`, arguments of `run()`, tags.
+    """A queue or a launcher, merged from the settings for a step in metadata, `op_tags`, the arguments of `run()` and tags.
 
-    The defaults of the `ComputeResource` are not included; the caller adds them. `own` has only the fields that a place sets;
-    None if no place sets a field. `origins` has, for each field in `own`, the name of the place that set the field.
+    The defaults of the `ComputeResource` are not included; the caller adds them. `own` has only the fields that are set in at
+    least one of these places; None if there are no such fields. `origins` has, for each field in `own`, the name of the place
+    whose value is used.
     """
 
     own: C | None
@@ -80,10 +81,11 @@ class Layered(Generic[C]):
 
 
 def parse(value: Any, place: str) -> Settings:
-    """Returns the settings in `value`, the value of the tag or metadata key `KEY` at `place`.
+    """Returns the settings in `value`, the value of a tag or a metadata entry with the key `KEY`.
 
-    `value` is a dictionary, the JSON text of a dictionary, or a metadata value that contains a dictionary or JSON text. Raises
-    `ValueError`, which names `KEY` and `place`, if the settings are invalid.
+    `value` is a dictionary, the JSON text of a dictionary, or a metadata value that contains a dictionary or JSON text. `place`
+    is the name of the place where users wrote `value`, such as "op_tags". Raises `ValueError`, which names `KEY` and `place`, if
+    the settings are invalid.
     """
     where = f"{KEY} in {place}"
     value = getattr(value, "value", value)  # The content of a metadata value.
@@ -109,12 +111,11 @@ def _make(cls: type[C], fields: Mapping[str, Any], place: str) -> C:
 
 
 def of_step(context: dg.OpExecutionContext) -> tuple[list[Settings], list[Settings]]:
-    """Returns the settings for a step in two lists: the weaker ones and the stronger ones.
+    """Returns two lists of settings for a step: those that arguments of `run()` override, and those that override the arguments.
 
-    The arguments of `run()` override the first list, which has the settings in the metadata of the step's assets and asset
-    checks, then those in `op_tags`. The second list overrides the arguments, and has the settings in the tags of the Dagster run.
-    Within a list, later settings override earlier ones. Raises `ValueError` for invalid settings, and if the metadata of two
-    assets or asset checks of the step contradict each other.
+    The first list has the settings in the metadata of the step's assets and asset checks, then those in `op_tags`. The second
+    list has the settings in the tags of the Dagster run. Within a list, later settings override earlier ones. Raises `ValueError`
+    for invalid settings, and if the metadata of two assets or asset checks of the step contradict each other.
     """
     below = [parse(context.op.tags[KEY], "op_tags")] if KEY in context.op.tags else []
     if context.has_assets_def:

@@ -111,7 +111,7 @@ def look_again(found: Found) -> Callable[[bool], ClusterAccess]:
 
     The function returns what the file says, and raises ClusterEnded if the file shows that the cluster has ended. The argument of
     the function is True if the head node does not answer. In this case the function also raises ClusterEnded if the Slurm job of
-    the cluster is over or, without a Slurm job, if the process of the cluster is gone.
+    the cluster is over or, without a Slurm job, if the process of the cluster's runtime is gone.
     """
     connection = found.connection
 
@@ -135,7 +135,7 @@ def look_again(found: Found) -> Callable[[bool], ClusterAccess]:
 
 
 def _is_gone(connection: Connection, access: ClusterAccess) -> bool:
-    """Returns True if the Slurm job of a cluster is over or, without a Slurm job, if the process of the cluster is gone."""
+    """Returns True if a cluster's Slurm job is over or, without a Slurm job, if the process of the cluster's runtime is gone."""
     if access.job_id is None:
         return not is_running(access.pid)
     row = fetch_queue(connection).job(int(access.job_id))

@@ -1,4 +1,4 @@
-"""Keeps a stream open to a relay on the head node, by TCP from the edge node or by `srun --overlap`."""
+"""Keeps a stream open to a relay, a process on a Ray cluster's head node, by TCP from the edge node or by `srun --overlap`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ClusterEnded(Exception):
 
 
 class Unanswered(Exception):
-    """Raised when a request that must not be sent twice may have reached the service, and gets no answer."""
+    """Raised when a request that must not be sent twice gets no answer, although it may have reached the server."""
 
 
 def open_relay(connection: Connection, access: ClusterAccess) -> tuple[socket.socket, bool]:

@@ -1,4 +1,4 @@
-"""Serves a port of a cluster's head node until the cluster ends (`serve`), or in the background of a block of code (`served`)."""
+"""Makes a port of a head node reachable at a URL of this machine, until the cluster ends (`serve`) or a block ends (`served`)."""
 
 from __future__ import annotations
 

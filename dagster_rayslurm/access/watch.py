@@ -193,7 +193,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _counts(answer: Any) -> Counts:
-    """Returns the numbers in the answer to the query "tasks" or "actors"."""
+    """Returns the numbers of tasks or actors, by name and state, from the answer to the query "tasks" or "actors"."""
     summary = answer["data"]["result"]["result"]["node_id_to_summary"]["cluster"]["summary"]
     return {str(name): {str(state): int(n) for state, n in row["state_counts"].items()} for name, row in summary.items()}
 
@@ -249,7 +249,7 @@ def _words(wanted: Mapping[str, float]) -> str:
 
 
 def _names(names: Iterable[str]) -> str:
-    """Returns the most frequent names as text, each with its number if it is not 1, such as "12 train, load"."""
+    """Returns the most frequent names as text; a number before a name counts its occurrences, as in "12 train, load"."""
     counted = Counter(names)
     words = [name if number == 1 else f"{number} {name}" for name, number in counted.most_common(_MOST_NAMES)]
     return ", ".join(words) + (", …" if len(counted) > _MOST_NAMES else "")

@@ -1,1 +1,1 @@
-"""The ways to start a runtime: as a local process, as a Slurm job, or inside a warm session. Begin with `base` and `batch`."""
+"""Starts runtimes as local processes or Slurm jobs, and runs payloads in warm sessions. Read `base.py` and `batch.py` first."""

@@ -1,9 +1,10 @@
 """Runs the partitions of a step in Slurm job arrays, in as few arrays as possible.
 
 A chunk is a group of partitions for which the payload runs once. Each chunk runs as one element of an array, and so in an
-allocation of its own. The run directory of the step has a directory for each array, with the files from which all elements
-of the array start. Each element makes a run directory of its own in the directory of the array. One remote call reads the records
-of all elements that have ended. One `squeue`, which all steps share, shows the states of all other elements.
+allocation of its own. The run directory of the step has a directory for each array, with the batch script and the other files
+that all elements of the array share. Each element makes a run directory of its own in the directory of the array. One remote call
+reads the records of all elements that have ended. The states of all other elements come from a snapshot of Slurm's queue, which
+all steps share.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Superseded(Exception):
 
 @dataclass(eq=False)
 class Ended:
-    """One chunk whose job array element has ended, with the evidence, the messages and the output of its payload."""
+    """One job array element that has ended: its chunk of partitions, and the evidence, messages and output of its payload."""
 
     keys: Sequence[str]  # The partition keys of the chunk.
     array: int  # Number of the array in the run directory.
@@ -70,13 +71,13 @@ class Ended:
 
 @dataclass(eq=False)
 class _Element:
-    """One element of a job array whose end `Arrays.poll` has not returned yet."""
+    """One job array element that `Arrays.poll` has not yet returned as ended."""
 
     keys: Sequence[str]  # The partition keys of the element's chunk.
     watch: JobWatch  # The element's state in Slurm, from the snapshots of the queue so far.
     row: QueueRow | None = None  # The element's row in the last snapshot of the queue that had such a row.
     begun: bool = False  # Whether the element has left the queue's waiting states, or has begun its record.
-    over_at: float | None = None  # Since when Slurm calls the element over, by the monotonic clock; None before.
+    over_at: float | None = None  # When Slurm was first seen to report the element as ended (monotonic clock); None before.
     ended: Ended | None = None  # Set once the end is recorded, while `poll` still waits for Slurm's accounting of it.
 
 
@@ -120,10 +121,10 @@ class ArrayBackend(BatchBackend):
                 raise StartError(FailureKind.SUBMISSION, sentence, retry=True)
 
     def prepare(self, plan: Plan, run_dir: str, step: Step) -> _Prepared:
-        """Send a plan's files to the cluster, and return the parts from which the files of each array are made.
+        """Send a plan's files to the cluster, and return the values from which the files of each job array are made.
 
-        `run_dir` is the run directory of the step; the function writes nothing into the directory. Raises StartError if a file
-        of the plan or the base directory cannot be used, and OSError if the cluster cannot be reached.
+        `run_dir` is the run directory of the step; the function writes nothing into the directory. Raises StartError if the
+        plan's files, the environment or the base directory cannot be used, and OSError if the cluster cannot be reached.
         """
         packed, interpreter, runtime = self.deliver(plan, step)
         plan = packed.plan
@@ -156,9 +157,9 @@ class ArrayBackend(BatchBackend):
         return arrays
 
     def arrays(self, plan: Plan, run_dir: str, context: Mapping[str, Any], step: Step, max_concurrent: int | None) -> Arrays:
-        """Returns an `Arrays` object that runs the chunks in a Pipes context. The function itself submits no array.
+        """Returns an `Arrays` object that runs the chunks which a Pipes context lists. The function itself submits no array.
 
-        If `step` is reattached, the object continues the arrays that an earlier attempt submitted. Otherwise the function
+        If `step.reattached` is True, the object continues the arrays that an earlier attempt submitted. Otherwise the function
         creates the run directory.
 
         Args:
@@ -169,7 +170,7 @@ class ArrayBackend(BatchBackend):
             max_concurrent: The largest number of elements that run at the same time; None for no limit.
 
         Raises:
-            StartError: A file of the plan or the base directory cannot be used.
+            StartError: The plan's files, the environment or the base directory cannot be used.
             OSError: The cluster cannot be reached, or Slurm does not answer.
         """
         prepared = self.prepare(plan, run_dir, step)
@@ -190,7 +191,7 @@ class ArrayBackend(BatchBackend):
 
 @dataclass(frozen=True)
 class _Prepared:
-    """The parts from which the files of each array of a step are made."""
+    """The values that all job arrays of a step share, and from which `Arrays` makes the files of each array."""
 
     plan: Plan  # With the files' paths on the cluster.
     request: JobRequest  # Without job name, comment and array option.
@@ -349,8 +350,8 @@ class Arrays:
     def _files(self, request: JobRequest, directory: str, chunks: Sequence[Chunk]) -> dict[str, bytes]:
         """Returns the files of an array's directory, by name: the batch script, and all files with which the elements start.
 
-        `request` is the request for the array's job. `directory` is the array's directory on the cluster. `chunks` are those
-        of the array.
+        `request` is the request for the array's job. `directory` is the array's directory on the cluster. `chunks` are the
+        chunks of partitions that the array's elements run.
         """
         files = run_files(self.prepared.plan, {**self.context, PARTITIONS: chunks}, self.step)  # type: ignore[typeddict-item]
         own = {name: files[name] for name in (PAYLOAD, CONTEXT, SECRETS) if name in files}
@@ -405,8 +406,8 @@ class Arrays:
     def _read_records(self) -> None:
         """Find the elements that have ended, by their records or by Slurm's state, and keep them for the result of `poll`.
 
-        An element whose record has no end counts as ended when Slurm calls it over. Raises Superseded if a later attempt has
-        taken the arrays over, and OSError if the cluster is out of reach.
+        An element whose record has no `end` line counts as ended some seconds after Slurm has reported the element as ended.
+        Raises Superseded if a later attempt has taken the arrays over, and OSError if the cluster is out of reach.
         """
         wanted: dict[str, list[list[int]]] = {}
         over: dict[str, list[int]] = {}
@@ -480,7 +481,7 @@ class Arrays:
         self._take(array, number, ended)
 
     def _take(self, array: Array, number: int, ended: Ended) -> None:
-        """Remove an element that has ended from the array, and keep `ended` for the result of the next `poll`.
+        """Remove an element that has ended from the array, and store its result `ended`, which the next `poll` returns.
 
         If Slurm's accounting may explain the end better than the record, the element stays in the array until `_explain` has
         asked the accounting. `number` is the number of the element in the array.
@@ -506,10 +507,10 @@ class Arrays:
     def _is_settled(self, element: _Element, started: bool, log: str) -> bool:
         """Returns whether an element whose record has no `end` line can be judged now.
 
-        The element can be judged once everything that it has written can be read. The element's files may become visible late,
-        so the result is False until some seconds after Slurm first called the element over. The wait is longer if neither the
-        record nor a line of the log explains the end. `started` says whether the beginning of the record was read. `log` is the
-        end of the element's logs.
+        The element's files may become visible late, so the result is False until some time after Slurm has reported the element
+        as ended. The wait depends on the element's state in Slurm, and on `started`: whether the beginning of the record was
+        read (see `settling_time`). If the record has not begun, and Slurm's state does not explain the end, the wait is
+        `_UNSEEN_TIMEOUT` seconds, unless a line of `log`, the end of the element's logs, explains the end.
         """
         if element.over_at is None:
             return False
@@ -524,10 +525,10 @@ class Arrays:
         return f"Slurm calls the job {status.state}" if status.phase == JobPhase.ENDED else "Slurm no longer knows the job"
 
     def _explain(self) -> None:
-        """Ask Slurm's accounting about the elements that `_take` has kept back; does so at most every `_ASK_INTERVAL` seconds.
+        """Ask Slurm's accounting, at most every `_ASK_INTERVAL` seconds, about ended elements that `_take` has not removed.
 
-        An element is added to the result of the next `poll` once the accounting or the queue shows its final state, or else at
-        the time `explain_by` of the element.
+        An element is removed, and added to the result of the next `poll`, once the accounting or the queue shows its final state,
+        and at the latest at the time `explain_by` of the element.
         """
         pending = [(array, number, each) for array in self.running for number, each in array.open.items() if each.ended]
         if not pending or time.monotonic() - self._asked_at < _ASK_INTERVAL:

@@ -67,7 +67,7 @@ class ClusterBackend:
 
     @property
     def user_queue(self) -> SharedQueue:
-        """The user's jobs in Slurm's queue, through a file that all processes of the user share."""
+        """The user's jobs in Slurm's queue, cached in a file that all processes of the user share."""
         return shared_queue(self.connection, str(self.layout.queue), self.slurm.poll_interval)
 
     def slurm_job(
@@ -102,9 +102,9 @@ class ClusterBackend:
         return Layout(Path(absolute(self.connection, self.slurm.remote_base)))
 
     def remember_unhealthy(self, nodes: Sequence[UnhealthyNode]) -> None:
-        """Store nodes that failed a health check on the cluster, so that later jobs of this user can avoid them.
+        """Record in the base directory that `nodes` failed a health check, so that later jobs of this user can avoid these nodes.
 
-        Raises OSError if the nodes cannot be stored.
+        Raises OSError if the cluster does not answer, or the base directory cannot be written.
         """
         remember(self.connection, str(self.layout.base), nodes)
 
@@ -116,7 +116,7 @@ class ClusterBackend:
         return exclusion_for(self.connection, str(self.layout.base), request) if self.avoids_unhealthy else Exclusion()
 
     def placed(self, request: JobRequest, step: Step) -> JobRequest:
-        """Returns a copy of the job request with a partition in place of "auto", and without nodes that failed a health check.
+        """Returns a copy of the job request with a partition instead of "auto", which excludes nodes that failed a health check.
 
         Logs the choice of the partition and the excluded nodes. Raises StartError if no partition can run the job, and OSError if
         the cluster does not answer.
@@ -183,7 +183,7 @@ class JobBackend(ClusterBackend):
 
     @contextlib.contextmanager
     def cancel_on_error(self, request: JobRequest, step: Step) -> Iterator[None]:
-        """If the block raises an exception, cancel the job of `request` by its name; the exception then leaves the block.
+        """Context manager: if the block raises an exception, cancel the job of `request` by its name, and re-raise the exception.
 
         The job may exist even if Slurm's answer to the submission did not arrive. After SubmissionRefused there is no job, so
         that nothing is cancelled.

@@ -1,4 +1,4 @@
-"""Paths: the directories below a base directory, absolute paths on a cluster, and the names of run directories."""
+"""Computes the paths of directories below a base directory and absolute paths on a cluster, and parses run directory names."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def nonce_of(name: str) -> str:
 
 @contextmanager
 def remote_base_errors(base: object) -> Iterator[None]:
-    """Inside the block, turn an OSError into a StartError that says that the base directory `base` on the cluster cannot be used.
+    """Context manager: turn an OSError of the block into a StartError that says that the base directory cannot be used.
 
-    ConnectionFailed passes unchanged.
+    `base` is the base directory on the cluster. ConnectionFailed passes unchanged.
     """
     try:
         yield

@@ -135,9 +135,9 @@ class OwnRuntime(RunningPayload):
 
 
 def runtime_command(layout: Layout, interpreter: Interpreter, role: str, directory: str) -> list[str]:
-    """Returns the argv list that starts a runtime in `directory`. Also installs the runtime's zipapp here if it is missing.
+    """Returns the command line of a runtime as a list. If the runtime's zipapp is missing below `layout`, installs the zipapp.
 
-    `role` is the runtime's subcommand, such as "run".
+    `directory` is the run directory or session directory of the runtime. `role` is the runtime's subcommand, such as "run".
     """
     return interpreter.start("-I", str(install_runtime(layout.runtimes)), role, directory)
 

@@ -91,7 +91,8 @@ class Ownership:
         waits `_LEASE_OVER` seconds, in which the displaced attempt notices the loss. Raises OSError if the owner files cannot be
         read or renamed.
 
-        One case is not covered: an attempt that is stopped between a look at the owner file and a write may write later.
+        One case is not covered: a displaced attempt whose process was suspended after it had checked the owner file, and before
+        it wrote a result, may still write the result later.
         """
         owners = self._owners() or []
         for owner in owners:
@@ -102,7 +103,7 @@ class Ownership:
             time.sleep(_LEASE_OVER)
 
     def confirm(self) -> bool:
-        """Make sure that this attempt is still the owner, before it ends or judges the payload; returns whether it is.
+        """Returns whether this attempt is still the owner. Must be called before this attempt ends or judges the payload.
 
         If the result is True, no later attempt can become the owner by `take_over`, only by `displace`. Raises OSError if the
         owner file cannot be renamed or looked for.
@@ -238,7 +239,7 @@ def reattachable_job(
 
 @dataclass(eq=False)
 class Journal:
-    """The journal in the run directory of a payload; each look reads only what is new since the last look."""
+    """Reads the journal (the file of events in the run record) of a payload; each call reads only the lines that are new."""
 
     connection: Connection
     run_dir: str

@@ -279,7 +279,7 @@ class SlurmJob:
         return tail_lines(done.stdout.decode("utf-8", "replace"))
 
     def _fetch_facts(self, timeout: float) -> JobFacts | None:
-        """Returns Slurm's accounting of the job in the job's final state.
+        """Query Slurm's accounting of the job until it shows the job's final state, and return the accounting.
 
         After `timeout` seconds, returns the last known accounting instead, or None if there is none.
         """
@@ -343,7 +343,7 @@ def settling_time(status: JobStatus, started: bool, recorded: bool) -> float:
 
 @dataclass(eq=False)
 class BatchJob:
-    """A payload in the Slurm job that its step submitted. See `RunningPayload` for what the methods do."""
+    """A payload that has a Slurm job of its own. See `RunningPayload` for what the methods do."""
 
     job: SlurmJob
     cluster_id: str  # Name of the payload's Ray cluster.
@@ -406,10 +406,10 @@ class BatchJob:
     def release(self, evidence: Evidence) -> None:
         """Cancel the job unless the job has ended or will end by itself. Called when the step is done with the payload.
 
-        Cancels a job whose cancellation is not confirmed yet, a job that has not started, and a job that may hang: the runtime
-        was asked to end the payload, nodes were lost, or the payload ended for a reason in `_SRUN_MAY_HANG`. Waits up to a minute
-        until Slurm confirms the end. Does nothing if a later attempt at the step owns the payload, or if the connection is lost
-        and the job was not cancelled.
+        Cancels a job whose cancellation is not confirmed yet, a job that has not started, and a job whose srun may hang. srun may
+        hang if the runtime was requested to end the payload, if nodes were lost, or if the payload ended for a reason in
+        `_SRUN_MAY_HANG`. Waits up to a minute until Slurm confirms the end. Does nothing if a later attempt at the step owns the
+        payload, or if the connection is lost and the job was not cancelled.
         """
         reason = (evidence.end or {}).get("reason")
         if evidence.connection_lost and not self.job.cancelled:

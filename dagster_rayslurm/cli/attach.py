@@ -1,6 +1,6 @@
 """`rayslurm attach` opens a shell on the head node of a run, session or job, in the payload's environment.
 
-In this module, `one` is the entry of the run, session or job that the user has named.
+In this module, the parameter `one` is the `Entry` of the run, session or job that the user has named.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ def _part(ident: str) -> Entry:
 
 
 class _Files:
-    """The files that one call of `attach` writes into the directory of a run or session; removed at the end of the `with` block.
+    """Context manager that writes files into the directory of a run or session for `attach`, and removes the files at its end.
 
-    SIGTERM and SIGHUP end the block by SystemExit, so that the files are removed. The names are unique, because several users of
-    one session may attach at the same time.
+    SIGTERM and SIGHUP end the block by SystemExit, so that the files are removed. The names of the files are unique, because
+    several users of one session may attach at the same time.
     """
 
     def __init__(self, one: Entry) -> None:
@@ -140,10 +140,11 @@ def _exit(signum: int, _: object) -> None:
 
 
 def _jupyter(one: Entry, files: _Files) -> int:
-    """Runs JupyterLab on the head node of `one`, prints a URL of this machine that leads there, and returns the exit code.
+    """Runs JupyterLab on the head node of the Ray cluster of a run, session or job, and returns the exit code.
 
-    `files` writes a file with Jupyter's token and the secret of the URL, because other users can see the arguments of processes.
-    Raises ValueError if `one` has no Ray cluster, if the head node cannot be reached, or if JupyterLab is not installed.
+    The function prints a URL on this machine that leads to JupyterLab. `one` is the run, session or job. `files` writes Jupyter's
+    token and the secret of the URL into a private file, because other users can see the arguments of processes. Raises
+    ValueError if `one` has no Ray cluster, if the head node cannot be reached, or if JupyterLab is not installed.
     """
     if not one.clusters:
         raise ValueError(f"{one.name} has no Ray cluster, through which JupyterLab would be reached; it is {one.state}")
@@ -170,10 +171,11 @@ def _jupyter(one: Entry, files: _Files) -> int:
 
 
 def _shell(one: Entry, words: Sequence[str], files: _Files) -> list[str]:
-    """Returns the command to run on the head node: `words`, or an interactive bash if `words` is empty.
+    """Returns the command to run on the head node of `one`: `words`, or an interactive bash if `words` is empty.
 
-    For a run or session, the returned command first sources a script with the text from `_environment`. The function writes this
-    script by `files`. For a Slurm job without a run or session, the command sets no environment variables.
+    `one` is a run, session or Slurm job. For a run or session, the returned command first sources a script with the text from
+    `_environment`; this function writes the script by `files`. For a Slurm job without a run or session, the command sets no
+    environment variables.
     """
     if one.kind == Kind.JOB:
         return list(words) or ["bash", "-i"]
@@ -186,8 +188,8 @@ def _shell(one: Entry, words: Sequence[str], files: _Files) -> list[str]:
 def _environment(one: Entry, files: _Files) -> str:
     """Returns a shell script that sets the environment variables of the payload of a run, or of the runtime of a session.
 
-    The script then changes to the payload's working directory; for a session, to the home directory. Raises ValueError if the
-    payload of a run has not started yet.
+    `one` is the run or session. At its end, the script changes to the working directory of the run's payload or, for a session,
+    to the home directory. Raises ValueError if the payload of a run has not started yet.
     """
     head = '[ -z "$PS1" ] || ! [ -r ~/.bashrc ] || . ~/.bashrc\n'
     prompt = f'[ -z "$PS1" ] || PS1={shlex.quote(f"({one.name}) ")}"$PS1"\n'
@@ -203,8 +205,8 @@ def _environment(one: Entry, files: _Files) -> str:
 def _of_session(one: Entry, files: _Files) -> str:
     """Returns shell commands that set the environment variables of a session's runtime, and the variables to connect to Ray.
 
-    The last command changes to the home directory. If the Ray cluster has a token, this function also writes the token into a
-    file by `files`. One of the variables is the path of this file.
+    `one` is the session. The last command changes to the home directory. If the Ray cluster has a token, this function also
+    writes the token into a file by `files`, and one of the variables is the path of this file.
     """
     assert one.generation is not None and one.generation.announcement is not None
     text = _TAKE_OVER.format(pid=one.generation.announcement.pid, what="the session")
@@ -226,7 +228,10 @@ def _of_session(one: Entry, files: _Files) -> str:
 
 
 def _step(one: Entry) -> list[str]:
-    """Returns the words of an srun command to put before a command for the head node; [] if `one` has no Slurm job."""
+    """Returns the words of an srun command to put before a command, so that the command runs on the head node.
+
+    `one` is the run, session or job with the head node. Returns [] if `one` has no Slurm job.
+    """
     if one.job_id is None:
         return []
     node, heterogeneous = _head(one)
@@ -236,7 +241,10 @@ def _step(one: Entry) -> list[str]:
 
 
 def _head(one: Entry) -> tuple[str | None, bool]:
-    """Returns Slurm's name of the head node of `one` (None if it is unknown), and whether the Slurm job is heterogeneous."""
+    """Returns the node name of the head node of a run, session or job, and whether the Slurm job is heterogeneous.
+
+    `one` is the run, session or job. The node name is None if it is unknown.
+    """
     if one.generation is not None and one.generation.announcement is not None:
         said = one.generation.announcement
         return said.hosts[0], said.heterogeneous

@@ -1,4 +1,4 @@
-"""Functions that the commands of `rayslurm` share: JSON and tables, errors in one sentence, durations."""
+"""Functions that the commands of `rayslurm` share: they print JSON and tables, shorten errors, and format durations."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _OfKind(click.ClickException):
 
 
 def with_link(error: click.ClickException) -> click.ClickException:
-    """Returns a copy of an error of a command, whose message ends with the URL of its section of the troubleshooting page."""
+    """Returns a copy of a command's error; the message ends with the URL of the error's section of the troubleshooting page."""
     return click.ClickException(error.message + see_troubles(error.kind if isinstance(error, _OfKind) else COMMANDS))
 
 

@@ -1,4 +1,4 @@
-"""Finds and reads the nearest `rayslurm.toml`, a file with clusters for the terminal."""
+"""Finds and reads the nearest `rayslurm.toml`, a file with the settings of Slurm clusters for the `rayslurm` commands."""
 
 from __future__ import annotations
 

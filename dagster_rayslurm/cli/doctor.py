@@ -1,4 +1,4 @@
-"""`rayslurm doctor` checks whether runs will work on a cluster, and names what to mend; `rayslurm check` prints problems only."""
+"""`rayslurm doctor` checks whether runs will work on a cluster, with a remedy for each problem; `check` prints only problems."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _json_option = click.option("--json", "as_json", is_flag=True, help="Print one J
 
 
 def _options(command: Any) -> Any:
-    """Decorator that adds options to a command: for the cluster to examine, and for the allocation that jobs request."""
+    """Decorator that adds the options of `doctor` and `check` to a command.
+
+    The options choose the cluster, change fields of the queue that jobs use, and name another environment of the payloads.
+    """
     for name in reversed((*_QUEUE, *_SIZES)):
         kind = click.IntRange(0) if name in _SIZES else click.STRING
         what = f"`{name}` of the SlurmQueueConfig."

@@ -1,4 +1,4 @@
-"""Options of `rayslurm` commands that name the cluster. This module imports nothing slow."""
+"""Adds to `rayslurm` commands the options that choose the cluster. Fast to import, because it does not import Dagster."""
 
 from __future__ import annotations
 

@@ -154,9 +154,9 @@ for _name, _help in {
 def _ray_job(name: str, arguments: list[str], url: str) -> int:
     """Runs `ray job NAME` with the Ray of this machine; returns the exit code.
 
-    `arguments` follow the subcommand `name`. `url` is the proxy's URL of the dashboard, with the proxy's secret at the end. Ray
-    sends the secret in a header instead of the address, because `ray job` prints the address. Raises ClickException if Ray's job
-    client is not installed or cannot be started.
+    `arguments` follow the subcommand `name`. `url` is the URL of the Ray dashboard at this package's HTTP proxy on this machine.
+    The last part of `url` is the proxy's secret. Ray gets the secret as an HTTP header instead of a part of the address, because
+    `ray job` prints the address. Raises ClickException if Ray's job client is not installed or cannot be started.
     """
     if importlib.util.find_spec("ray") is None:
         raise click.ClickException(f"Ray's job client is not installed here; {INSTALL.format(extra='ray')}")

@@ -41,7 +41,10 @@ def make_resource(fields: Mapping[str, Any], ssh: SSHLogin | None, remote_base: 
 
 
 def at_remote_base(resource: ComputeResource, remote_base: str) -> ComputeResource:
-    """Returns a copy of the resource with the base directory `remote_base` on the cluster, and then changed as `at_base` does."""
+    """Returns a copy of the resource with the base directory `remote_base` on the cluster.
+
+    If the user gave `--base` or RAYSLURM_BASE, the copy also has this directory as `local_base`.
+    """
     assert resource.slurm is not None
     return at_base(changed(resource, slurm=changed(resource.slurm, remote_base=remote_base)))
 

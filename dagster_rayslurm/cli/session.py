@@ -201,8 +201,9 @@ def _sessions(layout: Layout) -> list[Session]:
 def _row(connection: Connection, generation: Generation, state: SessionState, job: QueueRow | None = None) -> dict[str, Any]:
     """Returns the values that `list` prints for one allocation of a session, by column or JSON key.
 
-    `state` is the state of the allocation. `job` is the session's job in the queue; None if there is no job. The values that
-    only the session itself knows, and the partition, are None.
+    `generation` is the allocation, and `state` its state. `job` is the session's job in the queue; None if there is no job. The
+    partition and the values that only the session itself knows are None, and the list of components is empty, until the caller
+    sets them.
     """
     announced = generation.announcement
     return {

@@ -47,7 +47,10 @@ _SEVERAL: dict[str, Any] = {"multiple": True, "default": ()}
 
 
 def allocation_options(command: F) -> F:
-    """Decorator that adds options to a command: for the job's allocation, and `--load-env` for shell commands that run first."""
+    """Decorator that adds to a command the options for the job's allocation, and the option `--load-env`.
+
+    `--load-env` gives a shell command that runs before the environment is activated.
+    """
     options = (
         click.option("--nodes", "--num-nodes", "-n", "nodes", type=click.IntRange(1), help="Number of nodes."),
         click.option("--gpus", "--num-gpus", "gpus", type=click.IntRange(0), help="GPUs on each node."),
@@ -159,7 +162,7 @@ def script(standalone: bool, **options: Any) -> None:
 
 
 class _Job:
-    """A command line of `submit` or `script`: the resource to use, and the arguments of `ComputeResource.run`.
+    """What a command line of `submit` or `script` requests: the resource to use, and the arguments of `ComputeResource.run`.
 
     The constructor raises `ValueError` or `click.UsageError` if an option is wrong.
     """
@@ -245,7 +248,7 @@ def _activation(resource: ComputeResource, commands: Sequence[str]) -> list[str]
 
 
 def queue_of(options: Mapping[str, Any]) -> SlurmQueueConfig | None:
-    """Returns the queue configuration for the options that `allocation_options` adds; None if the user gave no such option."""
+    """Returns the queue configuration that the options about the allocation give, such as `--mem`; None without such options."""
     fields = {
         "num_nodes": options["nodes"],
         "cpus_per_node": options["cpus"],
@@ -295,10 +298,10 @@ def _working_dir(options: Mapping[str, Any], resource: ComputeResource) -> str |
 def _payload(words: Sequence[str], directory: str | None) -> Payload:
     """Returns the payload for the command line `words`, as `ComputeResource.run` takes it: a list of words, or a string.
 
-    `directory` is the working directory that is sent; None if none is sent. If the command runs a Python script of this machine,
-    the result is a string: a command line with the absolute path of the script, which the run then sends. But if `directory` is
-    "." and the command has a relative path of a script in it, the script is sent with `directory`. Then, and for any other
-    command, the result is a list of words.
+    `directory` is the working directory that is sent; None if none is sent. If the command runs a Python script on this machine,
+    the result is a string with the absolute path of the script, and the run then sends the script. There is one exception: if
+    `directory` is "." and the command names a script below "." by a relative path, the script is sent as a part of `directory`.
+    In this case, and for any other command, the result is a list of words.
     """
     python = words[0] in _PYTHONS and len(words) > 1
     script = words[1] if python else words[0]

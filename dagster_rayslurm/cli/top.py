@@ -40,7 +40,7 @@ KEYS = "j k: move   Enter: details   Tab: next view   t: tasks   q: quit"
 
 @dataclass(frozen=True)
 class Screen:
-    """The user's choices on the screen. Immutable."""
+    """What the user has chosen to see on the screen. Immutable: `after` returns the new choices when the user presses a key."""
 
     view: str = "nodes"  # One of `VIEWS`.
     row: int = 0  # The chosen row; -1 for no row.
@@ -65,7 +65,7 @@ class Screen:
 
 @dataclass
 class Watch:
-    """The data of a cluster that the screen shows; `run`, called by a separate thread, fetches the data."""
+    """Data about a Ray cluster for the screen. A separate thread calls the method `run`, which fetches the data."""
 
     url: str  # The URL of the Ray dashboard on this machine.
     payloads: Callable[[], Sequence[Mapping[str, Any]]] | None  # Asks the session for the payloads; None without a session.
@@ -140,7 +140,7 @@ def _payloads(found: Found) -> Callable[[], Sequence[Mapping[str, Any]]] | None:
 
 
 def _print_once(watch: Watch, title: str, as_json: bool) -> None:
-    """Asks all queries, and prints the answers as tables, or as one JSON object; `title` names the run or session."""
+    """Sends each query once, and prints the answers as tables, or as one JSON object; `title` names the run or session."""
     from rich.console import Console
 
     for query in (*QUERIES, "payloads"):

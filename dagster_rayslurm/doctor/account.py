@@ -60,7 +60,7 @@ def qos_of(row: Row) -> list[str]:
 
 
 def forbids(row: Row, queue: SlurmQueueConfig, seconds: float | None) -> list[str]:
-    """Returns a phrase for each limit of the association or QOS `row` that keeps every job with the request `queue` from running.
+    """Returns a phrase for each limit of the association or QOS `row` that forbids every job with the request `queue`.
 
     `seconds` is the time limit of the job; None if the job has no time limit.
     """

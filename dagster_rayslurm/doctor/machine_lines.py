@@ -61,7 +61,10 @@ def node_lines(machine: Mapping[str, Any], skew: float, margin: float, node: str
 
 
 def _shell(shell: Mapping[str, Any]) -> Iterator[Line]:
-    """Yields a line about the login shell: whether its start-up files are slow or print text. `shell` is from `edge.site`."""
+    """Yields a line about the login shell: whether its start-up files are slow or print text.
+
+    `shell` has the facts about the login shell, the item `shell` in the result of `edge.site.survey`.
+    """
     name, said = "login shell", (shell["out"] + shell["error"]).strip()
     if shell["code"] is None or shell["seconds"] > 5:
         what = f"the start-up files of {shell['path']} take {shell['seconds']:.0f} s, at each login"
@@ -133,7 +136,10 @@ def _space(base: Mapping[str, Any]) -> str | None:
 
 
 def _scratch(tmp: Mapping[str, Any], where: str) -> Iterator[Line]:
-    """Yields a line that says whether /tmp can be used: free space and mount options. `tmp` is from `edge.machine.directory`."""
+    """Yields a line that says whether /tmp can be used: free space and mount options.
+
+    `tmp` is the result of `edge.machine.directory` for /tmp.
+    """
     name, remedy = f"{where}/tmp", "tell the site; or have SlurmResource.site set TMPDIR to a short path on a local disk"
     if "error" in tmp or tmp["free"] < _LEAST_FREE:
         yield failure(name, tmp.get("error") or f"only {size(tmp['free'])} are free", remedy)
@@ -147,7 +153,7 @@ def _scratch(tmp: Mapping[str, Any], where: str) -> Iterator[Line]:
 
 
 def _shared_memory(shm: Mapping[str, Any], where: str) -> Iterator[Line]:
-    """Yields a line that says whether /dev/shm is large enough. `shm` is from `edge.machine.directory`."""
+    """Yields a line that says whether /dev/shm is large enough. `shm` is the result of `edge.machine.directory` for /dev/shm."""
     name = f"{where}/dev/shm"
     if "error" in shm or not shm["exists"]:
         what = f"it cannot be written ({shm.get('error', 'it does not exist')}); Ray keeps its objects there"
@@ -225,7 +231,7 @@ def _programs(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
 
 
 def _name(machine: Mapping[str, Any], where: str) -> Iterator[Line]:
-    """Yields a warning if a machine's host name does not lead to an address that other machines can reach."""
+    """Yields a warning if a machine's host name does not resolve to an address that other machines can reach."""
     address = machine["address"]
     if address is None or address.startswith("127.") or address == "::1":
         leads = "leads nowhere" if address is None else f"leads to {address}"

@@ -101,10 +101,12 @@ def _cancel(connection: Connection, job_id: int) -> list[Line]:
 
 
 def _request(wanted: Wanted, nodes: int, nonce: str, patience: float) -> JobRequest:
-    """Returns the request for the probe's job on `nodes` nodes: with the user's partition, account and so on, but few resources.
+    """Returns the request for the probe's job on `nodes` nodes, with few resources, in the user's partition and account.
 
-    The job requests the least CPUs, memory and time, so that it starts soon. `nonce` is a random text, which becomes a part of
-    the job's name. Slurm itself removes the job from the queue if the job cannot end within `patience` seconds plus ten minutes.
+    The request has those fields of the user's queue that say where a job runs, the user's GPUs and the user's extra options of
+    sbatch. It has the least CPUs, memory and time, so that the job starts soon. `nonce` is a random text, which becomes a part
+    of the job's name. Slurm itself removes the job from the queue if the job cannot end within `patience` seconds plus ten
+    minutes.
     """
     # `nodelist` may name more than `nodes` nodes.
     kept = {each.name for each in SBATCH_FIELDS if each.place} - {"nodelist"} | {"gpus_per_node", "gpu_type", "switches"}
@@ -123,10 +125,10 @@ def _files(
 ) -> dict[str, bytes]:
     """Returns the contents of the files of the run directory `run_dir`, by name: the job script, a program and its options.
 
-    The program is `edge.machine`, which each node runs; it uses the file `machine.INTERFACES`. `base` is the path of the base
-    directory, and `nodes` is the number of nodes. `interpreter` is the command that starts the environment's Python; None leaves
-    the environment unexamined. Files that the nodes will write exist from the start and are empty, because NFS remembers for a
-    while that a name is missing.
+    The program is `edge.machine`, which each node runs. The program runs code from one more file, `machine.INTERFACES`. `base`
+    is the path of the base directory, and `nodes` is the number of nodes. `interpreter` is the command that starts the
+    environment's Python; None leaves the environment unexamined. Files that the nodes will write exist from the start and are
+    empty, because NFS remembers for a while that a name is missing.
     """
     python = interpreter[0] if interpreter else ""
     command = ["sh", "-c", _START, "rayslurm", run_dir, python]

@@ -1,4 +1,7 @@
-"""Report lines about compute nodes, from the facts that a probe (a job of `rayslurm doctor`) collected on the nodes. Pure."""
+"""Report lines about compute nodes, from the facts that a probe (a job of `rayslurm doctor`) collected on the nodes. Pure.
+
+In all functions, `node` has the facts that the probe collected on one node.
+"""
 
 from __future__ import annotations
 
@@ -90,9 +93,9 @@ def _environment(node: Mapping[str, Any], wanted: Wanted) -> Iterator[Line]:
 
 
 def _lag(lag: float | None, where: str) -> Line:
-    """Returns a line about the seconds until a node saw a change of a file and answered; `lag` is None if no answer came.
+    """Returns a line about how soon the node `where` saw a change that the edge node made to a file on the shared file system.
 
-    `where` is the name of the node.
+    `lag` is the time in seconds from the change until the edge node saw the node's answer; None if no answer came.
     """
     name = f"{where}: visibility"
     remedy = "choose a remote_base on a file system with less caching (NFS: actimeo), or expect output to come that late"
@@ -103,7 +106,7 @@ def _lag(lag: float | None, where: str) -> Line:
 
 
 def _ports(node: Mapping[str, Any], port_range: str | None) -> Line:
-    """Returns a line that says whether the runtime and Ray can listen on their ports.
+    """Returns a line that says whether the runtime and Ray can listen on their ports on a node.
 
     `port_range` has the ports that Ray may use, as "LOW-HIGH"; None for any ports.
     """

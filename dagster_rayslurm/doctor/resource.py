@@ -30,8 +30,8 @@ def resource_text(wanted: Wanted, slurm: Slurm) -> str:
 def _made(config: StrictConfig | StrictResource, prefix: str = "SLURM_EDGE_NODE_") -> Iterator[str]:
     """Yields the lines of a Python expression that constructs a configuration object; the last line ends with a comma.
 
-    The expression has the fields that differ from the defaults, and always the time limit of a queue. A secret becomes an
-    environment variable whose name begins with `prefix`.
+    The expression has the fields that differ from the defaults, and always the time limit of a queue. In the expression, a
+    secret is read from an environment variable whose name begins with `prefix`.
     """
     yield f"{type(config).__name__}("
     for name, field in type(config).model_fields.items():

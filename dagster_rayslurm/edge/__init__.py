@@ -1,6 +1,6 @@
-"""Functions that run on the edge node, and the agent that runs the functions for a client.
+"""Functions that run on the edge node, and the agent, the process on the edge node that runs these functions over SSH.
 
-`Connection.call` takes a function of this package. Without SSH, `Connection.call` runs the function in this process. The modules
-import only the standard library and each other. The modules work with Python 3.6, because the login node's own Python runs the
-agent.
+`Connection.call` takes a function of this package. With SSH, the agent runs the function; without SSH, Dagster's process runs the
+function itself. The modules import only the standard library and each other. The modules work with Python 3.6, because the edge
+node's own Python runs the agent.
 """

@@ -1,12 +1,12 @@
 """The agent: one process on the edge node that calls functions of this package for a client, many calls at the same time.
 
-The client (Dagster's side) runs the command `command_line` by SSH. This command prints a hello line: all output before this line
-comes from the shell's start-up files. The command then reads the agent's program from standard input, so that nothing has to be
-installed on the edge node. After that, client and agent send messages to each other. When standard input ends, the agent kills
-all running commands and exits.
+The client (Dagster's side) runs the command from `command_line` by SSH. This command prints a hello line; all output before the
+hello line comes from the shell's start-up files. The command then reads the agent's program from standard input, so that nothing
+has to be installed on the edge node. After that, client and agent send messages to each other. When standard input ends, the
+agent kills all running commands and exits.
 
 A message consists of one or more frames. A frame consists of the lengths of its header and its body, the header in JSON, and the
-body in bytes. The client imports this module too, for the encoding.
+body in bytes. The client imports this module too, to encode and decode messages.
 """
 
 import importlib
@@ -39,20 +39,21 @@ _BOOT = (
 def command_line(python: str, word: str) -> str:
     """Return the command by which a login shell starts the agent with the Python `python`.
 
-    The agent prints a hello line that has the text `word` twice, and then reads the result of `program` from standard input. The
-    command has the word only once, so the client can tell the hello line from the echo of a shell that echoes its commands.
+    The agent prints a hello line that has the text `word` twice, and then reads its program, the bytes that `program` returns,
+    from standard input. The command has the word only once, so the client can tell the hello line from the echo of a shell that
+    echoes its commands.
 
-    The text in single quotes contains no newline, exclamation mark, backslash or single quote, because sh, csh or fish would
-    interpret one of these even there.
+    The command has Python code in single quotes. This code contains no newline, exclamation mark, backslash or single quote,
+    because sh, csh or fish would interpret some of these characters even inside single quotes.
     """
     return f"exec {python} -I -S -X utf8 -c '{_BOOT % word}'"
 
 
 def program(directory: str) -> bytes:
-    """Return the agent's program: the bytes that the client first sends to the standard input of the command `command_line`.
+    """Return the agent's program: the bytes that the client first sends to the standard input of the command from `command_line`.
 
-    Eight decimal digits state the number of the bytes that follow. These bytes are compressed Python source text, which contains
-    all modules in the directory `directory`, and calls `serve`.
+    The first eight bytes are decimal digits: the number of the bytes that follow. The other bytes are compressed Python source
+    text, which contains all modules of this package, and calls `serve`. `directory` is the directory of this package.
     """
     texts = {}
     for name in sorted(os.listdir(directory)):
@@ -90,10 +91,9 @@ def _frame(header: "dict[str, Any]", body: memoryview) -> bytes:
 def messages(read: "Callable[[int], bytes]") -> "Iterator[tuple[dict[str, Any], list[Any]]]":
     """Yield the header and the values of each message until the stream ends.
 
-    The header is the header of the message's last frame. The values are texts, bytes and other JSON values, which the header
-    describes and the bodies of all frames of the message contain.
-    `read(count)` returns the next `count` bytes, or fewer bytes at the end of the stream. An incomplete message at the end is
-    dropped.
+    `read(count)` returns the next `count` bytes of the stream, or fewer bytes at its end. The yielded header is that of the
+    message's last frame. Each value is a JSON value, which this header contains, or bytes, which the bodies of the message's
+    frames contain. An incomplete message at the end is dropped.
     """
     parts = {}  # type: dict[int, bytearray]
     while True:
@@ -121,7 +121,7 @@ def messages(read: "Callable[[int], bytes]") -> "Iterator[tuple[dict[str, Any], 
 
 
 class Sender:
-    """A sender of messages over one stream, which several threads can use at the same time.
+    """Sends messages over one stream. Several threads can use the object at the same time.
 
     A message is cut into frames. Threads take turns after each frame, so that a large message does not delay other messages for
     long.
@@ -139,8 +139,8 @@ class Sender:
     def send(self, header: "dict[str, Any]", values: "list[Any]") -> None:
         """Send the message that consists of `header` and `values` (see `frames`); blocks until the whole message is sent.
 
-        If `write` raises OSError or EOFError, the method calls `broken` and returns. If `write` raises another exception, the
-        method calls `broken` and raises the exception again.
+        If the sender's function `write` raises OSError or EOFError, the method calls the sender's function `broken` and returns.
+        If `write` raises another exception, the method calls `broken` and raises the exception again.
         """
         for frame in frames(header, values):
             with self._next:  # With one lock alone, a thread that sends many frames would keep the others out.
@@ -219,7 +219,7 @@ def _write_all(fd: int, data: bytes) -> None:
 def _answer(sender: Sender, header: "dict[str, Any]", values: "list[Any]") -> None:
     """Call the function that a message names, with the message's `values` as arguments, and send the result or the error.
 
-    `header` is the header of the message: `id`, and as `call` the function, such as "files.read".
+    `header` is the header of the message. Its key `call` is the name of the function, such as "files.read".
     """
     reply = {"id": header["id"]}
     try:

@@ -1,4 +1,7 @@
-"""Finds and installs bundles and the runtime in the base directory on a cluster, and removes files not used for long."""
+"""Finds and installs bundles and the runtime in the base directory on a cluster, and removes old files from base directories.
+
+The base directory of a machine is the directory in which this package keeps its files. Dagster's machine has one, too.
+"""
 
 import contextlib
 import grp
@@ -91,9 +94,9 @@ def name_of(entry: "object", number: int) -> str:
 def install(directory: str, name: str, archive: str, data: bytes) -> None:
     """Unpack a .tar.gz archive as the directory `name` in `directory`, unless this user has a directory of that name already.
 
-    If `archive` is "", the archive is the bytes `data`. Otherwise, the archive is the file `archive` in `directory`, which is
-    removed in any case. An existing directory has the same content, because `name` is the hash of the content. Raises OSError if
-    tar fails.
+    If `archive` is "", the archive is the bytes `data`. Otherwise, the archive is the file `archive` in `directory`; the function
+    always removes this file. An existing directory `name` has the same content, because `name` is the hash of the content. Raises
+    OSError if tar fails.
     """
     make_private(directory)
     target, uploaded = os.path.join(directory, name), os.path.join(directory, archive) if archive else ""
@@ -160,20 +163,20 @@ def sweep(base: str, age: float, every: float, jobs: "Sequence[int] | None") -> 
 
 
 def sweep_runs(base: str, age: float) -> "list[str]":
-    """Remove the entries of `runs` and `outputs` in the directory `base` that were not used for `age` seconds.
+    """Remove the entries of the directories `runs` and `outputs` in `base` that were not used for `age` seconds.
 
     The entries are run directories, directories of fetched output files, and files with the suffix `BOOKMARK`, which note how
-    much of an output was shown. The directory of a run from `ComputeResource.submit` stays until its outputs are fetched. Returns
-    the removed paths, relative to `base`.
+    much of a payload's output was shown in Dagster. The directory of a run from `ComputeResource.submit` stays until its outputs
+    are fetched. Returns the removed paths, relative to `base`.
     """
     return _Sweep(base, age, None).runs()
 
 
 def sweep_environments(base: str, age: float) -> "list[str]":
-    """Remove the environments below the base directory `base`, and the files for building them, not used for `age` seconds.
+    """Remove environments, and files for building environments, that were not used for `age` seconds.
 
-    An environment or file stays if a file of a run or session below `base` mentions its path. Returns the removed paths, relative
-    to `base`.
+    `base` is the base directory. An environment or file stays if a file of a run, session or environment there mentions its path.
+    Returns the removed paths, relative to `base`.
     """
     return _Sweep(base, age, None).unused(("prefixes", "files"))
 
@@ -204,7 +207,10 @@ def _text(path: str) -> str:
 
 
 class _Sweep:
-    """Removes files below the base directory `base` that were not used for `age` seconds; for `jobs` see `sweep`."""
+    """Removes files below the base directory `base` that were not used for `age` seconds.
+
+    `jobs` are the ids of the jobs that Slurm knows; None if they are unknown.
+    """
 
     def __init__(self, base: str, age: float, jobs: "Sequence[int] | None") -> None:
         self._base = base

@@ -1,4 +1,4 @@
-"""Python environments on the cluster: finds the Python and the versions in an environment, and builds environments from a recipe.
+"""Python environments on the cluster: examines environments, builds them from recipes, and describes the cluster's machines.
 
 The prefix of an environment is its directory. A recipe lists the commands that build an environment.
 """
@@ -66,14 +66,14 @@ def look(prefix: str, python: str, imports: "Sequence[str]", cache: str, age: fl
         cache: the path of a file in which the facts are kept.
         age: seconds for which the facts in `cache` are used again. The facts are not used again if Python or a directory on the
             import path has changed.
-        timeout: seconds for each start of Python, which include the time of `activate.sh`.
+        timeout: seconds for each start of Python, including the time of `activate.sh`.
 
     Returns a dict with these keys; if the environment cannot be used, some of the other keys are missing:
         python, activate: the paths; `activate` is "" if there is no `activate.sh`.
         container: the content of container.json; None if the environment is not in a container.
-        facts: a dict with the facts that `PROBE` reports, and with the key `unimportable`: the reason why one of `imports` cannot
-            be imported, or "" if all can. For a container that Pyxis (a plugin of srun) starts, `facts` is None, because only a
-            job can look into the image.
+        facts: a dict with the facts that the program `PROBE` reports, and with the key `unimportable`: the reason why one of
+            `imports` cannot be imported, or "" if all can. For a container that Pyxis (a plugin of srun) starts, `facts` is None,
+            because only a job can look into the image.
         cached: True if the facts come from `cache`.
         problem: only if the environment cannot be used: the key of a message in `environments.check`.
         code, error: only if `activate.sh` or Python fails: the exit code, and the end of the error output.
@@ -211,7 +211,8 @@ _LOGIN_CHOICES = ("SBATCH_PARTITION", "SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_RE
 def _environ(runner: "Sequence[str]") -> "dict[str, str]":
     """Return the environment variables for a command that begins with the words `runner`, such as srun and its options.
 
-    If `runner` is empty, the command runs on this machine. Otherwise, the variables include those in `_LOGIN_CHOICES`.
+    If `runner` is empty, the command runs on this machine. Otherwise, the result includes the `SBATCH_*` variables by which the
+    user's login chooses where jobs run, such as SBATCH_PARTITION.
     """
     return slurm.environment(_LOGIN_CHOICES) if runner else slurm.without_options(slurm.login_environment())
 

@@ -182,17 +182,17 @@ def main(
     port_range: "Sequence[int] | None",
     network_interface: "str | None",
 ) -> None:
-    """Run as the probe's job on one node: write the node's facts, answer connections, and connect to the first node.
+    """Examine one node in a job of `rayslurm doctor`: write the node's facts, answer connections, and connect to the first node.
 
     Returns `seconds` seconds after the facts are written, or earlier if the edge node writes into the file `STOP` in `run_dir`.
 
     Args:
-        run_dir: the directory of the probe.
+        run_dir: the directory of the job.
         base: the base directory.
         rank: the number of this node in the job, from 0.
         nodes: the number of nodes of the job.
         seconds: the time for which the function answers.
-        probe: the source text of the program that reports facts about the environment (`edge.environment.PROBE`).
+        probe: the source text of a program that reports facts about the environment (`edge.environment.PROBE`).
         environment: the command that starts the environment's Python, which runs `probe`; an empty command if there is no
             environment.
         port_range: the first and the last port that Ray may use; None for any ports.
@@ -230,7 +230,7 @@ def main(
 
 
 def _listen(ports: "Sequence[int]") -> "tuple[list[int], int, int]":
-    """Start a server that sends `GREETING` on one of `ports`; the port 0 stands for a port that the kernel chooses.
+    """Start a server on one of `ports` (0: on a port that the kernel chooses); the server sends `GREETING` to each client.
 
     Returns a list with the port, which is empty if no port is free; the number of ports that were tried; and the number of free
     ports among them.
@@ -303,7 +303,7 @@ def listen_once(seconds: float) -> int:
 
 
 def reach(facts: "dict[str, Any]", port: int, by_interface: bool = False, timeout: float = 5.0) -> "dict[str, Any]":
-    """Connect to the server of a node of the probe, by the node's host name or else by the node's addresses.
+    """Connect to the server that `main` has started on a node, by the node's host name or else by the node's addresses.
 
     `facts` are the facts that the node has written. `port` is one of the ports in `facts["listens"]`. If `by_interface` is True,
     only the address of the configured network interface is tried. Each attempt may take `timeout` seconds. Returns a dict with
@@ -340,7 +340,8 @@ def _addresses() -> "list[str]":
 def _interface(run_dir: str, name: str) -> "dict[str, Any]":
     """Return a dict with the `name` of a network interface and its `address` on this node.
 
-    If the interface has no address, the dict has an `error` instead of the `address`. `run_dir` is the directory of the probe.
+    If the interface has no address, the dict has an `error` instead of the `address`. The file `INTERFACES` in the directory
+    `run_dir` has the code that finds the address.
     """
     try:
         return {"name": name, "address": runpy.run_path(os.path.join(run_dir, INTERFACES))["address_of"](name)}

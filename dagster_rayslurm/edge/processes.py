@@ -82,7 +82,7 @@ def run(
 
 
 def _communicate(process: "subprocess.Popen[bytes]", stdin: bytes, deadline: "float | None") -> "tuple[bytes, bytes]":
-    """Send `stdin` to a process until the process ends or the deadline comes; returns the output and the error output until then.
+    """Send `stdin` to a process, and read its output and error output, until it ends or until the deadline; returns both outputs.
 
     `deadline` is a time by `time.monotonic()`, or None for no deadline. The function does not end a process that still runs at
     the deadline.

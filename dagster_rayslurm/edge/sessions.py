@@ -52,8 +52,9 @@ def generations(base: str, pattern: str, newest: bool) -> "list[dict[str, Any]]"
     Each dict has these keys:
         session: the name of the session.
         number: the number of the allocation.
-        files: the texts of the allocation's files by name; "" for a missing file. If `newest` is True, `MANIFEST` is "" until the
-            session has announced itself, and an unreadable file raises OSError. If `newest` is False, an unreadable file is "".
+        files: the texts of the allocation's files by name; "" for a missing file. If `newest` is True, the text of `MANIFEST` is
+            "" until the session has announced itself by the file `session.json`, and an unreadable file raises OSError. If
+            `newest` is False, the text of an unreadable file is "".
         abandoned: True if the allocation is marked as abandoned, or if the allocation's directory is gone.
         age: the age of the allocation in seconds; 0 if the session has announced itself, or if `newest` is False.
 
@@ -129,9 +130,9 @@ def stop_waiting(directory: str, waiter: str, fresh: float) -> bool:
     """Record that a process no longer waits for the allocation in `directory`; returns True if the allocation is then abandoned.
 
     `waiter` is the name that the process has given to `wait_for`. The function marks the allocation as abandoned if no other
-    process waits and the session has not announced itself. Another process counts as waiting if its last call of `wait_for` was
-    less than `fresh` seconds ago. Returns False if another process waits, if the directory is missing, or if the session has
-    announced itself, even if it announced itself while the function made the mark.
+    process waits and the session has not announced itself by the file `session.json`. Another process counts as waiting if its
+    last call of `wait_for` was less than `fresh` seconds ago. Returns False if another process waits, if the directory is
+    missing, or if the session has announced itself, even if it announced itself while the function made the mark.
     """
     waiting, announcement = os.path.join(directory, _WAITING), os.path.join(directory, _ANNOUNCEMENT)
     if not os.path.isdir(directory):

@@ -1,8 +1,9 @@
 """Finds and runs Slurm's programs on the edge node, without variables that stand for options, and submits a job once.
 
-Users and sites set variables that stand for options of Slurm's programs (squeue(1), sbatch(1) and so on, "ENVIRONMENT VARIABLES",
-Slurm 22.05). Some variables hide jobs or select another cluster. sbatch hands variables on to the job, where srun takes the
-variables for options as well (tried on 22.05: SRUN_CPUS_PER_TASK, SLURM_WORKING_DIR, SLURM_TASK_PROLOG, SLURM_EXCLUSIVE).
+Users and administrators set environment variables that stand for options of Slurm's programs (squeue(1), sbatch(1) and so on,
+"ENVIRONMENT VARIABLES", Slurm 22.05). Some of these variables hide jobs or select another cluster. sbatch passes the variables on
+to the job, where srun reads them as options, too (tested with 22.05: SRUN_CPUS_PER_TASK, SLURM_WORKING_DIR, SLURM_TASK_PROLOG,
+SLURM_EXCLUSIVE).
 """
 
 import contextlib
@@ -39,8 +40,8 @@ _login_path = []  # type: list[str]
 def job_environment(environ: "Mapping[str, str]") -> "dict[str, str]":
     """Return the variables in `environ`, the environment of a Dagster process on the edge node, that Slurm jobs may see.
 
-    The result has no secrets of Dagster, no TMPDIR, and of the `SLURM_*` variables only SLURM_CONF. sbatch hands the whole
-    environment to the job, and sites may keep the environment in the accounting database (slurm.conf(5),
+    The result has no secrets of Dagster, no TMPDIR, and of the `SLURM_*` variables only SLURM_CONF. sbatch passes its whole
+    environment on to the job, and Slurm may store the environment in the accounting database (slurm.conf(5),
     `AccountingStoreFlags=job_env`).
     """
     return {name: environ[name] for name in environ if name in _JOB_MAY_SEE or name.startswith(_JOB_MAY_SEE_PREFIXES)}

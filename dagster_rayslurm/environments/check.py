@@ -1,4 +1,4 @@
-"""Check a Python environment on the Slurm cluster before a job is submitted, instead of after hours in the queue."""
+"""Check a Python environment on the cluster before a job is submitted, so that errors show before the job waits in the queue."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ _PROBLEMS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """The versions of Python and packages in an environment: "" for an unknown version, None for a package that is missing."""
+    """The interpreter of an environment, and the versions of Python, Ray and dagster-pipes there.
+
+    The version of a package is "" if the version is unknown, and None if the package is missing.
+    """
 
     interpreter: Interpreter
     python: tuple[int, ...]  # Version of Python, such as (3, 11, 4); empty if it is unknown.

@@ -4,9 +4,10 @@ A prefix is the directory of an installed environment. The check before submissi
 treat a prefix with a container like any other prefix. Ray, the payloads and the runtime of each node run inside the container;
 the Slurm step that starts the runtime is outside. Pyxis is not a program of its own, but adds options to `srun`.
 
-The command lines for Charliecloud 0.31 and 0.38 follow ch-run(1), and the command lines for Podman 4.3 follow podman-run(1); both
-were tried. The command lines for Apptainer 1.3 follow "apptainer exec" in the user documentation, and the options for Pyxis 0.20
-follow the usage page in the wiki; both were not tried.
+The command lines for Charliecloud follow ch-run(1), and were tested with Charliecloud 0.31 and 0.38. The command lines for Podman
+follow podman-run(1), and were tested with Podman 4.3. The command lines for Apptainer follow "apptainer exec" in the user
+documentation of Apptainer 1.3, and were not tested. The options for Pyxis follow the usage page in the wiki of Pyxis 0.20, and
+were not tested.
 """
 
 from __future__ import annotations
@@ -231,11 +232,11 @@ def container_recipe(environment: ContainerEnvironment, image: str, mounts: Sequ
 
 
 def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str], str]) -> list[_Mount]:
-    """Return the mounts of the base directory `base` and of the environment.
+    """Return the mounts that the container needs: a mount of the base directory `base`, and the field `mounts` of `environment`.
 
-    A mount of files that the container sees anyway, at the same path, is left out. `expand` replaces "~" in a path. Raises
-    `ValueError` if a mount of the environment has another form or a relative path, or has OPTIONS although the container runtime
-    is Charliecloud.
+    A mount is left out if the container sees its files at the same path anyway. `expand` replaces "~" in a path. Raises
+    `ValueError` if a mount is not SOURCE, SOURCE:TARGET or SOURCE:TARGET:OPTIONS with absolute paths, or if it has OPTIONS
+    although the container runtime is Charliecloud.
     """
     mounts: list[_Mount] = []
     for each in [base, *environment.mounts]:
@@ -262,8 +263,8 @@ def _mounts(environment: ContainerEnvironment, base: str, expand: Callable[[str]
 def _image_recipe(environment: ContainerEnvironment, mounts: Sequence[_Mount]) -> Recipe | None:
     """Return the recipe that puts an image into a prefix; None if the image is on the cluster, or if Pyxis fetches the image.
 
-    An image for Charliecloud gets a directory for the target of each of `mounts`. Raises `ValueError` if an image on this machine
-    cannot be read.
+    In an unpacked image for Charliecloud, the recipe also makes a directory for the target of each of `mounts`. Raises
+    `ValueError` if an image on this machine cannot be read.
     """
     image, runtime = environment.image, environment.runtime
     if image.startswith(("/", "~/")) or (runtime == "pyxis" and not image.startswith("./")):

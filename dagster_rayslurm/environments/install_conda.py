@@ -55,7 +55,9 @@ def _activation(prefix: str, variables: dict[str, str], scripts: list[str]) -> s
 def main(prefix: str, project: str, archives: list[str]) -> None:
     """Install the packages in `archives` into the prefix, write an `activate.sh`, and remove the installer.
 
-    `project` is JSON: the variables and scripts that the pixi project adds to the activation.
+    `archives` are the paths of the packages' archives. `project` is JSON: the variables and scripts that the pixi project adds to
+    the activation. The installer is the directory `INSTALLER` in the prefix, with the Python that runs this program, and
+    py-rattler.
     """
     installer = Path(prefix, INSTALLER)
     sys.path.insert(0, str(installer / "packages"))

@@ -1,4 +1,7 @@
-"""Environments from archives of conda-pack, venv-pack, pixi-pack or pex; the content of an archive shows the tool."""
+"""Environments from archives of conda-pack, venv-pack, pixi-pack or pex.
+
+The module recognizes by an archive's content which of these tools wrote the archive.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +48,12 @@ def packed_recipe(environment: PackedEnvironment, platform: Platform) -> Recipe:
 
 
 def _script(path: str, platform: Platform) -> tuple[str, list[str], Python | None]:
-    """Return a shell script that unpacks the archive `path`, the script's last arguments, and the Python that runs the archive.
+    """Return three values: a shell script that unpacks the archive `path`, further arguments of the script, and a Python.
 
-    The script's first two arguments are the path of the archive and the prefix. The returned arguments, if any, follow. The
-    Python is an interpreter on the cluster for an archive of pex; None for any other archive. Raises `ValueError` for a file that
-    no known tool wrote, or if the platform has no Python for an archive of pex. Raises `OSError` if the archive cannot be read.
+    The script's first two arguments are the path of the archive and the prefix; the returned arguments, if any, follow. The
+    Python is the interpreter on the cluster that runs an archive of pex; None for any other archive. Raises `ValueError` for a
+    file that no known tool wrote, or if the platform has no Python for an archive of pex. Raises `OSError` if the archive cannot
+    be read.
     """
     with open(path, "rb") as file:
         start = file.read(_HEADER)

@@ -1,14 +1,16 @@
 """Environments from lock files of pixi.
 
-py-rattler, the library that pixi is made of, reads the lock on this machine and installs the packages on the cluster. The
-packages are sent as the channel has them, one file each. py-rattler is sent too, with a copy of the environment's own Python to
-run py-rattler, so that the cluster needs nothing but `tar`. py-rattler (25 MB) and the Python are sent once to each cluster; the
-environment's Python must be 3.10 or newer.
+py-rattler, the Python package of pixi's library rattler, reads the lock file on this machine, and installs the packages on the
+cluster. Each package is sent as the file that the conda channel offers. py-rattler is sent too, with a copy of the environment's
+own Python to run py-rattler, so that the cluster needs nothing but `tar`. py-rattler (25 MB) and the Python are sent once to each
+cluster. The environment's Python must be 3.10 or newer, because py-rattler needs this version.
 
-Two alternatives were worse. An installer of our own for the edge node's Python would repeat much of rattler: prefixes in text, in
-C strings and in wide strings, long shebangs, entry points, files that two packages have. Such an installer would also need zstd
-for `.conda` archives, which Python has since 3.14 only, or larger archives that are packed anew on this machine. A prefix that is
-built on this machine for the later path can only be sent as a whole, since many files of the prefix contain the path.
+Two alternatives were worse. The first alternative is an installer of our own that runs in the edge node's Python. It would repeat
+much of rattler: replace the placeholder of the environment's path in text files, C strings and wide strings, shorten long
+shebangs, write entry points, and handle files that two packages have in common. It would also need zstd for `.conda` archives,
+which Python has since 3.14 only, or larger archives that are packed anew on this machine. The second alternative is to build the
+environment on this machine for its path on the cluster. Such an environment can only be sent as a whole, because many of its
+files contain the path.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 @dataclass(frozen=True)
 class Wanted:
-    """The packages that a manifest wants in an environment on a platform, and the additions to the activation."""
+    """The packages that a manifest wants in an environment on a platform, and the variables and scripts that activation adds."""
 
     conda: list[tuple[str, str]]  # Name of each package, and version and build as in a MatchSpec; "" for any.
     pypi: list[tuple[str, str]]  # Name of each package, and version specifier; "" for any.
@@ -104,7 +104,7 @@ def misfit(package: str, spec: str, versions: Mapping[str, str]) -> str:
 
 
 def _certain(dependencies: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Return the names and specifiers of the dependencies without a condition, such as an environment marker."""
+    """Return the name and the specifier of each dependency that has no condition. An environment marker is such a condition."""
     conditions = {"when", "markers", "env-markers"}
     return [(name, spec) for name, spec in dependencies.items() if not isinstance(spec, Mapping) or not conditions & spec.keys()]
 

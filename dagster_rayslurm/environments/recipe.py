@@ -43,8 +43,8 @@ class Recipe:
     """The commands that build a prefix on the cluster.
 
     A word of a command is a text, or a `Piece` that stands for the path of a sent file on the cluster. The text `PREFIX` of
-    `edge.environment` in a word stands for the path of the prefix. The recipe was made from files on this machine. If one of
-    these files changes, the result of `inputs` changes.
+    `edge.environment` in a word stands for the path of the prefix. The recipe was made from files on this machine; `inputs` is a
+    function whose result changes if one of these files changes.
     """
 
     commands: Sequence[Sequence[str | Piece]]

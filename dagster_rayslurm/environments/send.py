@@ -3,8 +3,8 @@
 A prefix is the directory of an installed environment. A recipe lists the files to send and the commands that build the prefix.
 Each file of a recipe is a `Piece`, which can fetch or build the file on this machine.
 
-The steps are the same for uv, pixi and packed environments: detect the platform of the cluster, write a recipe for the platform
-on this machine, send the files of the recipe that the cluster lacks, and run the commands of the recipe on the cluster once. The
+The steps are the same for uv, pixi and packed environments. This machine detects the platform of the cluster, writes a recipe for
+this platform, sends the files of the recipe that the cluster lacks, and runs the commands of the recipe on the cluster once. The
 new prefix is then used like a pre-deployed environment.
 """
 
@@ -233,8 +233,8 @@ def _send_commands(connection: Connection, environment: CommandEnvironment, base
     """Send a directory with the script `activate.sh` to the cluster; returns the path of the directory there.
 
     The script runs the commands that the user has set in `environment`. If `environment` names a Python, the directory also has a
-    `bin/python` that starts this Python. `base` is the base directory. If other users in its group may write to it, the function
-    calls `warn` with a sentence about this.
+    `bin/python` that starts this Python. `base` is the base directory on the cluster. If a group may write to the base directory,
+    the function calls `warn` with a sentence about this.
     """
     texts = {"activate.sh": activate_script(environment.commands)}
     if environment.python is not None:

@@ -169,7 +169,7 @@ def _lacking(lock: Pylock, target: wheels.Target, error: Exception) -> str:
 
 
 def _choose(platform: Platform, wanted: str | None, allowed: Any) -> tuple[Python, Piece | None]:
-    """Return the Python for a new environment, and an archive of the Python, or None if the cluster has the Python.
+    """Return the Python for a new environment, and an archive with this Python; the archive is None if the cluster has it.
 
     `wanted` is a version such as "3.11", a command or a path; None for any Python. `allowed` is the project's `requires-python`;
     None for any version. Raises `ValueError` if there is no fitting Python.

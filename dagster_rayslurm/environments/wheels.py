@@ -127,7 +127,7 @@ class Target:
 
     @property
     def _markers(self) -> Any:
-        """The values of the environment markers (PEP 508) for the Python on Linux, by name."""
+        """The values of the environment markers (PEP 508) for the cluster's Python, by name; the operating system is Linux."""
         full = ".".join(map(str, self.python.version))
         return {
             "implementation_name": "cpython",

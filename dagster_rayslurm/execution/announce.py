@@ -74,11 +74,12 @@ def announce(
 
 
 def drop_inherited_tags(context: dg.OpExecutionContext, base: Path) -> None:
-    """If a re-executed run has the tags of its parent's Slurm job, set them to `NONE`, until the step has a job of its own.
+    """Set the tags that a re-executed Dagster run has inherited from its parent run's Slurm job to `NONE`.
 
-    Dagster copies all tags of the parent to the new run. Without this function, a search for the parent's job would also find the
-    new run. Does nothing after the first call of a step, or if Dagster's storage raises an exception. `base` is the path of the
-    base directory on this machine, for a lock file.
+    Dagster copies all tags of the parent run to the new run. Without this function, a search for the parent's job would also find
+    the new run. When the step has a job of its own, `announce` overwrites the tags. The function does nothing if this process has
+    called it for the step before, or if Dagster's storage raises an exception. `base` is the path of the base directory on this
+    machine, for a lock file.
     """
     step, run, instance = context.get_step_execution_context().step.key, context.run, context.instance
     if run.parent_run_id is None or (run.run_id, step) in _dropped:
@@ -135,11 +136,11 @@ def _alone(base: Path) -> Iterator[None]:
 
 
 def job_tags(job_id: str, place: str, step: str | None) -> dict[str, str]:
-    """Returns the tags, by name, that a Dagster run gets for the Slurm job `job_id` on the cluster `place`.
+    """Returns the tags, by name, that a Dagster run gets for the Slurm job `job_id`; `place` is the name of the cluster.
 
-    The tag `JOB_ID` has the id of the job, and the tag `CLUSTER` the cluster; the next job of the run overwrites both. `step` is
-    the key of the job's step, or None if the run has a single step. Unless `step` is None, a third tag, whose name has the step's
-    key, also has the id of the job. All copies of a mapped step share one such third tag.
+    The tag `JOB_ID` has the id of the job, and the tag `CLUSTER` has the name of the cluster. The next job of the run overwrites
+    both tags. `step` is the key of the job's step, or None if the run has a single step. Unless `step` is None, there is a third
+    tag: its name contains the step's key, and its value is the id of the job. All copies of a mapped step share one such tag.
     """
     own = {} if step is None else {f"{JOB_ID}.{step.partition('[')[0]}": job_id}
     return {JOB_ID: job_id, CLUSTER: place, **own}

@@ -1,7 +1,8 @@
 """Runs the steps of a run for a caller in an event loop. No thread blocks while the run's payloads wait and run.
 
 The steps of a run are a generator of type `Steps`: it yields payloads, and its caller follows these payloads until they have
-ended, and then continues the generator. The hub of the cluster follows the payloads in one thread, for all such callers.
+ended, and then continues the generator. For all callers in this process, the hub (see `follow.hub`) follows the payloads of one
+Slurm cluster in a single thread.
 """
 
 from __future__ import annotations
@@ -45,13 +46,14 @@ async def drive_async(steps: Steps[T], hub: Hub) -> T:
     work = hub.starting.submit(partial(_advance, steps, None, None))
 
     async def end_of(future: Future[Any], following: Following | None = None) -> None:
-        """Wait until `future` is done.
+        """Wait until `future` is done; the first cancellation of the task may end the wait earlier.
 
-        If `following` is None, `future` stands for the work of a thread. The first cancellation of the task then cancels work
-        that has not begun, and the function returns. Work that has begun is awaited, whatever is cancelled.
+        If `following` is None, a thread does the work of `future`. If the thread has not begun when the task is first cancelled,
+        the work is cancelled, and the function returns. Work that has begun is awaited in spite of all cancellations.
 
-        Otherwise, `future` reports the ends of the payloads in `following`. The function then returns at the first cancellation
-        of the task. At each later cancellation, it calls `following.hurry`, which ends the payloads at once, and goes on waiting.
+        If `following` is not None, `future` is done when the payloads in `following` have ended. The function returns when the
+        task is first cancelled. If the task was cancelled before, each further cancellation ends the payloads at once, by a call
+        of `following.hurry`, and the function goes on waiting.
         """
         nonlocal cancelled, hurried
         done, loop = asyncio.Event(), asyncio.get_running_loop()

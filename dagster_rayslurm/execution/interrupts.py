@@ -36,9 +36,10 @@ def has_terminal() -> bool:
 
 
 def mark_canceling(context: dg.OpExecutionContext) -> None:
-    """Set the status of the step's Dagster run to "canceling". Called after a Ctrl-C, because Dagster 1.13 would say "failed".
+    """Set the status of the step's Dagster run to "canceling". Called after a Ctrl-C.
 
-    Does nothing if the run's status is not "started", or if Dagster will resume the run.
+    Otherwise, Dagster 1.13 would give the run the status "failed" in the end. Does nothing if the run's status is not "started",
+    or if Dagster will resume the run.
     """
     run = context.instance.get_run_by_id(context.run.run_id)
     if run is not None and run.status == dg.DagsterRunStatus.STARTED and not context.instance.run_will_resume(run.run_id):

@@ -63,7 +63,7 @@ class Launch:
     """What is needed to start a payload in a new run directory, or to continue the payload of an earlier attempt."""
 
     step: Step  # This attempt at the step; the field `owner` of the step says whether this attempt owns the payload.
-    plan: Plan  # After a reattach, with the nonce (a random text) of the earlier attempt.
+    plan: Plan  # The payload's plan; after a reattach, it has the nonce (a random text) of the earlier attempt.
     name: str  # Name of the run directory.
     state: ReattachState = field(default_factory=ReattachState)  # What an earlier attempt already showed in Dagster.
     forget: Callable[[], None] = lambda: None  # Called once no later attempt needs to know what was shown.

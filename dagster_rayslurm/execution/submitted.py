@@ -1,4 +1,4 @@
-"""Runs that are submitted and left: submit one run for each key, follow a run by its handle, and find runs that have ended."""
+"""Submits runs without following them, follows a submitted run by its handle, and finds submitted runs that have ended."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def submit_and_leave(
 def submit_once(
     connection: Connection, directory: str, runs: str, own: RunHandle, start: Callable[[], RunHandle], log: Any
 ) -> RunHandle:
-    """Submit a job, unless a job was submitted before for the same key; returns the handle of the one job of the key.
+    """Submit a job, unless a job was submitted before for the same key (`own.key`); returns the handle of the key's only job.
 
     The process that comes first writes a claim into `directory` and submits the job. Any other process finds the claim, and waits
     until the job has an id. If the process with the claim seems to be dead and Slurm has no such job, a waiting process marks the
@@ -260,15 +260,15 @@ def look_for_ends(
     """Find the submitted runs that have ended, and judge these runs. One remote call lists all runs and Slurm's queue.
 
     Returns three values: the runs that have ended; the names in `known` whose run directories still exist; the number of runs
-    that have not ended. The end of a run is reported by one sensor only, the first that finds the run ended. Runs of other
-    sensors are in none of the three values. Raises OSError if the cluster or Slurm does not answer.
+    that have not ended. Of several sensors, only the first that finds a run ended reports the end. A run whose end another
+    sensor has reported is in none of the three values. Raises OSError if the cluster or Slurm does not answer.
 
     Args:
         connection: The connection to the cluster.
         base: The base directory on the cluster.
         known: The names of the runs whose ends this sensor has reported before.
         sensor: The name of the sensor that reports the ends.
-        resource: The settings of the sensor's runs.
+        resource: The settings by which the runs are judged.
     """
     found = connection.call(
         submissions.listing, base, list(squeue_command()), _SQUEUE_TIMEOUT, list(known), repeat=True, timeout=_SQUEUE_TIMEOUT
@@ -319,10 +319,10 @@ def ended_handle(found: Mapping[str, Any], queue: QueueSnapshot) -> RunHandle | 
 def _is_final(evidence: Evidence, handle: RunHandle, over_for: float) -> bool:
     """Returns whether the record of a submitted run will not change any more.
 
-    The job of the run has ended in Slurm, and this process has known so for `over_for` seconds. But a network file system may
-    show the `end` of the record late, and Slurm may run a requeued job again. Therefore the result is False for a while in two
-    cases: the record has no `end`, or Slurm may requeue the job and the `end` says that the runtime received a signal. If the job
-    was never submitted, no record can come, and the result is True.
+    Called when the run's job has ended in Slurm or was never submitted; this process first saw this `over_for` seconds ago. A
+    network file system may show the `end` of the record late, and Slurm may run a requeued job again. Therefore the result is
+    False for a while in two cases: the record has no `end`, or Slurm may requeue the job and the `end` says that the runtime
+    received a signal. If the job was never submitted, no record can come, and the result is True.
     """
     end = evidence.end
     if not handle.job_id or (end is not None and not (handle.requeue and end.get("reason") == EndReason.TERMINATED)):

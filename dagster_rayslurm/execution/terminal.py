@@ -1,6 +1,7 @@
-"""Run a payload from a terminal, without Dagster, but with the same backends, records and verdicts as in Dagster.
+"""Runs a payload from a terminal, without Dagster, but with the same backends, records and verdicts as in Dagster.
 
-Pipes messages of the payload become lines of the log. Nothing is reattached, because there is no event storage.
+Pipes messages of the payload become lines of the log. No later run can reattach to the payload, because this needs Dagster's
+event log.
 """
 
 from __future__ import annotations

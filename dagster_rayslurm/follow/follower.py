@@ -50,7 +50,7 @@ class Cadence:
 
 @dataclass(frozen=True)
 class ReattachState:
-    """What an earlier Dagster process has already shown of a payload's output and log lines; empty for a new payload."""
+    """How much of a payload's output and log lines an earlier Dagster process has already shown; by default, nothing."""
 
     offset: int = 0  # The byte of the recorded output at which to continue.
     # Level and text of log lines in Dagster's event log since the payload started, oldest first.
@@ -60,9 +60,10 @@ class ReattachState:
 
 @dataclass
 class RecordState:
-    """How much of one payload's run record was read, and the evidence from what was read.
+    """How much of one payload's run record was read, and the evidence from the part that was read.
 
-    The caller reads the files and passes what it read. The parameter `now` of methods is a time of the monotonic clock.
+    The caller reads the files, and passes records and errors to the methods. The parameter `now` of the methods is the current
+    time by the monotonic clock.
     """
 
     nonce: str  # A random text that marks the payload; an `end` with another nonce belongs to another payload, and is ignored.
@@ -72,12 +73,13 @@ class RecordState:
     journal: LineReader = field(default_factory=LineReader)
     evidence: Evidence = field(default_factory=Evidence)  # A new object after each requeue.
     restarts: int = 0  # How often Slurm has requeued the job, as of the last read.
-    unreachable_since: float | None = None  # Since when each read has failed, by the monotonic clock; None if the last did not.
+    # Time of the first failed read since the last successful one, by the monotonic clock; None if the last read succeeded.
+    unreachable_since: float | None = None
 
     def add(self, record: Record) -> bool:
         """Add one line of the run record's journal to the evidence; returns whether the line shows a requeue of the job.
 
-        After a requeue, the evidence so far is dropped, except the last output and `interrupted`.
+        After a requeue, only two fields of the evidence so far are kept: `last_output` and `interrupted`.
         """
         restarted = record.get("type") == "start" and record.get("attempt", 0) > self.restarts
         if restarted:
@@ -186,9 +188,9 @@ class Follower:
         return [*own, *self.further_reads()]
 
     def read_once(self) -> int:
-        """Do one read of the output and one of the journal, and process the new data; returns the bytes of the larger read.
+        """Read the output and the journal once each, and process the new data; returns the number of bytes of the larger read.
 
-        A failed read counts as 0 bytes and is logged.
+        A failed read counts as 0 bytes. The first of several failures is logged.
         """
         state, note = self.state, self.reattach.note
         # Output is read first, so that a message about a result follows the output before it.
@@ -209,7 +211,10 @@ class Follower:
         return max(size, journal_size)
 
     def finish(self) -> None:
-        """Pass the results that were held back to Dagster, and show unfinished lines of output. Called after the last poll."""
+        """Pass Dagster the results that were held because Slurm might requeue the job, and show unfinished lines of output.
+
+        Called after the last poll.
+        """
         if self.state.missing_output and self.evidence.runtime_exit is not None:
             self._warn(f"{self.state.missing_output} bytes of the recorded output never came into sight")
         self.evidence.damaged_lines = self.state.journal.damaged
@@ -221,7 +226,7 @@ class Follower:
         self._output.finish()
 
     def _read(self, name: str, reader: LineReader) -> tuple[list[Record], int]:
-        """Read new data of the file `name` of the run record; returns the new complete lines as records, and the bytes read.
+        """Read new data of the file `name` of the run record; returns the records of new lines, and the number of bytes read.
 
         If the read fails, the result is ([], 0), and the first of several failures is logged.
         """
@@ -291,6 +296,9 @@ class Following:
 
 
 def follow_all(followed: Sequence[tuple[Follower, RuntimeExit]], deadline: float = float("inf")) -> None:
-    """Follow several payloads in this thread; blocks until all have ended, or until `deadline` by the monotonic clock."""
+    """Follow several payloads in this thread; blocks until all have ended, or until `deadline` by the monotonic clock.
+
+    `followed` has a follower for each payload, and a function that returns how the runtime of the payload has ended.
+    """
     for _, due in Following(followed, deadline).steps():
         time.sleep(max(0.0, due - time.monotonic()))

@@ -88,10 +88,10 @@ class Evidence:
             self.end = record
 
     def add_message(self, method: str, params: Mapping[str, Any]) -> None:
-        """Add a Pipes message to the evidence: count "opened" and "closed", and keep the first exception that a "closed" reports.
+        """Add a Pipes message, which consists of `method` and `params`, to the evidence.
 
-        `method` and `params` are the parts of the message. SystemExit is not kept, because the exit code tells success from
-        failure.
+        The evidence counts the messages "opened" and "closed", and keeps the first exception that a message "closed" reports. An
+        exception SystemExit is not kept, because the exit code tells success from failure.
         """
         self.opened += method == "opened"
         self.closed += method == "closed"
@@ -116,7 +116,10 @@ class Evidence:
         return "".join(text for stream, text in self.last_output if stream == "stderr")
 
     def _add_usage(self, usage: dict[str, Any], memory: float) -> None:
-        """Replace the usage, and append a point to its usage chart: seconds since the start, busy CPUs, bytes of memory."""
+        """Replace `self.usage` by `usage`, and append a point to its usage chart.
+
+        The point has the seconds since the start, the busy CPUs, and `memory`, the bytes of memory in use at this time.
+        """
         before, points = self.usage, self.usage.get("points", [])
         elapsed = usage["elapsed"] - before.get("elapsed", 0.0)
         busy = (usage["cpu_seconds"] - before.get("cpu_seconds", 0.0)) / elapsed if elapsed > 0 else 0.0
@@ -232,7 +235,7 @@ class MessageForwarder:
             self.refuse(error, evidence, line)
 
     def forward_held(self, evidence: Evidence) -> None:
-        """Pass the results that were held back to Dagster. Called when Slurm can no longer requeue the job."""
+        """Pass Dagster the results that `forward` has kept. Called when Slurm can no longer requeue the job."""
         held, self.held = self.held, []
         for message in held:
             try:
@@ -243,7 +246,7 @@ class MessageForwarder:
     def refuse(self, error: Exception, evidence: Evidence, line: str = "") -> None:
         """Log that a Pipes message cannot be used because of `error`, and note the first such error in the evidence.
 
-        `line` is the message as JSON; "" if the message has no line of its own.
+        `line` is the message as JSON; "" if the JSON text is not available.
         """
         why = f"{type(error).__name__}: {error}"
         shown = f"; the message was: {line[:500]}" if line else ""
@@ -251,7 +254,7 @@ class MessageForwarder:
         self.log(logging.ERROR, f"a Pipes message cannot be used: {why}")
 
     def log(self, level: int, text: str) -> None:
-        """Write the prefix and `text` to the Dagster log, unless an earlier Dagster process has logged this line before."""
+        """Write `self.prefix` and `text` as a line to the Dagster log, unless an earlier Dagster process has logged this line."""
         if not self._is_logged(level, self.prefix + text):
             self.logger.log(level, self.prefix + text)
 
@@ -262,7 +265,8 @@ class MessageForwarder:
     def _is_logged(self, level: int, text: Any) -> bool:
         """Returns whether an earlier Dagster process already logged the line `text` at `level`.
 
-        Searches only behind the line that the last call found. After a line that is not found, no later line is found either.
+        Searches `self.logged`, but only behind the line that the last call found. Once a line is not found there, later calls
+        find no line either.
         """
         # A line below Dagster's log level is never in the event log, so a search for it would exhaust the iterator.
         return self.logger.isEnabledFor(level) and (level, text) in self.logged

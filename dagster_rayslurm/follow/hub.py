@@ -1,7 +1,7 @@
 """The hub of a cluster: one thread that follows the payloads of all callers in this process, and threads for blocking work.
 
-With one call on the edge node, the hub reads the records of all payloads that are due at about the same time.
-`slurm.shared_queue` queries Slurm's queue once for all payloads.
+The run record of each payload is read at intervals. If the next reads of several records are due at about the same time, the hub
+does all of them with one call on the edge node. `slurm.shared_queue` queries Slurm's queue once for all payloads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _INTERRUPT_INTERVAL = 1.0  # Seconds between two looks for an interrupt that Dag
 
 
 class Workers:
-    """At most `count` threads for blocking work, which start when work is submitted and do not delay the process's exit."""
+    """A pool of at most `count` threads for blocking work; the threads start when work is submitted.
+
+    The threads are daemon threads, so that they do not delay the exit of the process.
+    """
 
     def __init__(self, name: str, count: int) -> None:
         self._name, self._count = name, count
@@ -234,7 +237,7 @@ def hub_of(connection: Connection) -> Hub:
 
 
 def follow_in_hub(following: Following, began: float) -> Followed:
-    """Call `Hub.follow` of the hub of the connection over which the payloads' records are read."""
+    """Begin to follow the payloads of a run in the hub of their connection; returns at once. For `began`, see `Hub.follow`."""
     return hub_of(following.followed[0][0].connection).follow(following, began)
 
 

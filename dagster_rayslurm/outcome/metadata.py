@@ -1,4 +1,4 @@
-"""Dagster metadata of results and failures, made from the evidence about a payload. Nothing here has side effects."""
+"""Makes the Dagster metadata of results and failures from the evidence about a payload. Nothing here has side effects."""
 
 from __future__ import annotations
 
@@ -174,9 +174,10 @@ def _node_shares(elapsed: float, usage: NodeUsage, granted: Sequence[Node]) -> l
 
 
 def _advice(usage: Mapping[str, Any], context: Mapping[str, Any], largest: Node) -> str:
-    """Returns advice to ask for less memory next time if the run used much less than Slurm granted on the node `largest`.
+    """Returns advice to request less memory next time if the run used much less than Slurm granted on the node `largest`.
 
-    The result is "" without advice. A run that spilled objects to disk, or in which a Ray worker was killed, gets no advice.
+    `largest` is the node with the highest memory peak. The result is "" without advice. A run that spilled objects to disk, or in
+    which a Ray worker was killed, gets no advice.
     """
     enough = math.ceil(_HEADROOM * usage["peak_memory"] / 2**30)
     lacked = usage["spilled_bytes"] or context.get("workers_killed")

@@ -1,4 +1,4 @@
-"""Pictures for Dagster metadata, as small SVG images inside Markdown: usage over time, phases, and nodes. No side effects."""
+"""Draws charts of usage and timelines of phases for Dagster metadata, as small SVG images in Markdown. No side effects."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ def timeline(phases: Sequence[tuple[str, float]]) -> str:
 
 
 def nodes_chart(nodes: Sequence[NodeShare]) -> str:
-    """Returns a bar chart as Markdown: CPU and memory of each node, the busiest node first.
+    """Returns a bar chart as Markdown: the used shares of CPU and memory of each node, the node with the busiest CPUs first.
 
-    If there are too many nodes for one picture, only some of them get bars, at even distances in this order.
+    If there are too many nodes for one picture, the chart shows only some of them, at even distances in this order.
     """
     ordered = sorted(nodes, key=lambda node: (-node[1], -node[2], node[0]))
     drawings = (_draw_nodes(ordered, columns) for columns in _NODE_COLUMNS)

@@ -1,4 +1,7 @@
-"""`python -I runtime.pyz run DIR`; other roles: `node element part session serve ask`, `relay ray-node health archive`."""
+"""Program of the runtime: `python -I runtime.pyz run DIR` starts the role `run` with the directory DIR as its argument.
+
+The other roles with a directory are: node, element, part, session, serve, ask. Further roles: relay, ray-node, health, archive.
+"""
 
 # Types stand in comments, because an older Python must parse this file to say that it is too old. Each role imports what it
 # needs when it begins: a start takes about 0.13 s, most of it imports.
@@ -184,9 +187,9 @@ def _supervisor(spec, **more):  # type: (RuntimeSpec, Any) -> Supervisor
 def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
     """Return the Slurm allocation of this task.
 
-    In a heterogeneous job, the function also changes the variables in `os.environ` to those of the task's own component. The
-    process exits with an error message in two cases: this task does not belong to a Slurm step; or the job and the start record
-    `spec` have different numbers of components.
+    In a heterogeneous job, Slurm sets some environment variables for another component; the function corrects these variables in
+    `os.environ`. The process exits with an error message in two cases: this task does not belong to a Slurm step; or the start
+    record `spec` lists components, but the job has a different number of components.
     """
     from .node import allocation
 
@@ -200,10 +203,11 @@ def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
 
 
 def _lead_or_work(spec, here, log_dir, lead):  # type: (RuntimeSpec, allocation.Allocation, str, Lead) -> int
-    """On the first node of the allocation `here`, call `lead`; on another node, run a worker node. Returns the exit code.
+    """On the first node of the allocation `here`, call `lead`; on any other node, run the runtime of a worker node.
 
-    `lead` is a function that runs payloads and returns the exit code. Its arguments are a new supervisor and `here`. `spec` is
-    the start record. `log_dir` is the directory of the nodes' logs. Blocks until the runtime of this node ends.
+    Blocks until the runtime of this node ends; returns the exit code. `lead` is a function that runs payloads and returns the
+    exit code. Its arguments are a new `Supervisor` and `here`. `spec` is the start record. `log_dir` is the directory of the
+    nodes' logs.
     """
     if here.node_id == 0:
         return lead(_supervisor(spec, allocation=here, log_dir=log_dir), here)

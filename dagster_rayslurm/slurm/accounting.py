@@ -1,8 +1,8 @@
-"""The facts that Slurm knows of one job, and the failure of a run that these facts explain (tried on Slurm 22.05 and 24.11).
+"""Reads what Slurm knows about a job, and derives from these facts why a run failed (tried on Slurm 22.05 and 24.11).
 
-There are two sources. scontrol asks Slurm's controller, slurmctld, which forgets a job MinJobAge after the job's end (300 s by
-default). sacct asks Slurm's accounting, a database that some clusters lack; it keeps the job, and the memory of the job's steps.
-In addition, the job's log says which tasks failed.
+There are two sources. scontrol queries Slurm's controller, slurmctld, which forgets a job MinJobAge after the job's end (300 s by
+default). sacct queries Slurm's accounting, a database that keeps the job and the memory use of its steps, but that some clusters
+lack. In addition, the job's log says which tasks failed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _TASKS = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[0-9,-]+): (
 
 @dataclass(frozen=True)
 class JobFacts:
-    """The facts that Slurm knows of a job or component; None stands for an unknown fact.
+    """What Slurm knows about a job, a component of a heterogeneous job or an element of a job array; None for an unknown fact.
 
     Durations are in seconds, sizes in bytes.
     """
@@ -94,7 +94,7 @@ class JobFacts:
     component_id: str | None = None  # The user's name for this component; Slurm has no names for components.
 
     def with_component_ids(self, component_ids: Sequence[str | None]) -> JobFacts:
-        """Returns a copy of a heterogeneous job in which each component has the user's name for the component.
+        """Returns a copy of the facts of a heterogeneous job in which each component has its name from the user's configuration.
 
         `component_ids` has the names in the order of the components; None stands for no name. Returns `self` if the number of
         names differs from the number of components.
@@ -117,9 +117,9 @@ class JobFacts:
 
     @property
     def is_final(self) -> bool:
-        """Whether the final state of the job is known; for a heterogeneous job, the final state of every component.
+        """Whether the final state of the job is known; for a heterogeneous job, whether all components' final states are known.
 
-        Only then is it clear which component explains the job's end.
+        Before all final states are known, it is not clear which component explains the job's end.
         """
         return all(each.final_state is not None for each in self.components or (self,))
 
@@ -127,7 +127,8 @@ class JobFacts:
     def out_of_memory(self) -> bool:
         """Whether Slurm's facts show that a memory limit ended the job or one of its steps.
 
-        Slurm may have killed single processes for their memory without such a fact; `memory_kill` finds these in the job's log.
+        Slurm may also kill single processes for their memory use, which these facts do not show. `memory_kill` finds such kills
+        in the job's log.
         """
         said = self.state.startswith("OUT_OF_ME") or self.reason == "OutOfMemory"
         return said or self.signal == _OUT_OF_MEMORY_SIGNAL or self.step_out_of_memory
@@ -147,8 +148,8 @@ def fetch_job_facts(connection: Connection, job_id: int) -> JobFacts | None:
     """Queries slurmctld and the accounting for the facts of a job; returns None if neither of them knows the job.
 
     If only one of them knows the job, the facts are those of this one, and a failure of the other is ignored. A cluster without
-    accounting is no error. Raises SlurmUnanswered if neither knows the job and one of them did not answer. Raises OSError for a
-    failed connection.
+    accounting is no error. Raises SlurmUnanswered if neither knows the job and one of them did not answer. Raises another OSError
+    for a failed connection, and if one of them takes longer than `_TIMEOUT` seconds.
     """
     # A job in a hidden partition shows with --all only.
     scontrol = run_slurm(connection, ["env", "LC_ALL=C", "scontrol", "--all", "show", "job", str(job_id)], timeout=_TIMEOUT)
@@ -185,9 +186,10 @@ def parse_scontrol(text: str) -> JobFacts | None:
 
 
 def parse_sacct(text: str, job_id: int) -> JobFacts | None:
-    """Returns the facts of the job `job_id` from its last run, after the last requeue; None if the job is not in `text`.
+    """Returns the facts about the last run of the job `job_id`; None if the job is not in `text`.
 
-    `text` is the output of `sacct --noheader --parsable2 --duplicates` with the columns `SACCT_FIELDS`.
+    `text` is the output of `sacct --noheader --parsable2 --duplicates` with the columns `SACCT_FIELDS`. If Slurm has requeued
+    the job, `text` has rows for each of its runs.
     """
     attempts: dict[int, list[_Attempt]] = {}
     for label, of_label in _attempts_by_label(text).items():
@@ -204,17 +206,17 @@ def fetch_element_facts(connection: Connection, jobs: Sequence[str]) -> dict[tup
 
     `jobs` are the ids of arrays and elements, such as "12" and "13_7". Returns the facts by array id and element number, without
     elements that the accounting does not know. Returns an empty dict if sacct fails, for instance on a cluster without
-    accounting. Raises OSError for a failed connection.
+    accounting. Raises OSError for a failed connection, and if sacct takes longer than `_TIMEOUT` seconds.
     """
     done = run_slurm(connection, [*_SACCT, f"--jobs={','.join(jobs)}"], timeout=_TIMEOUT)
     return parse_sacct_elements(done.stdout.decode("utf-8", "replace")) if done.returncode == 0 else {}
 
 
 def parse_sacct_elements(text: str) -> dict[tuple[int, int], JobFacts]:
-    """Returns the facts of each element of a job array from its last run, after the last requeue, by array id and element number.
+    """Returns the facts about the last run of each job array element in `text`, by array id and element number.
 
-    `text` is the output of `sacct --noheader --parsable2 --duplicates` with the columns `SACCT_FIELDS`. Jobs in `text` that are
-    no arrays are left out.
+    `text` is the output of `sacct --noheader --parsable2 --duplicates` with the columns `SACCT_FIELDS`. If Slurm has requeued an
+    element, `text` has rows for each of its runs. Jobs in `text` that are no arrays are left out.
     """
     found = by_element(_attempts_by_label(text).items())
     return {(array, number): _from_sacct(f"{array}_{number}", attempts) for (array, number), attempts in found.items()}
@@ -254,7 +256,7 @@ def _from_sacct(number: int | str, attempts: list[_Attempt]) -> JobFacts:
 
 
 def facts_in_queue(label: str, row: QueueRow) -> JobFacts:
-    """Returns the facts that the row of an element in the queue shows; the facts get the id `label`, such as "12_7"."""
+    """Returns the facts in `row`, the squeue row of a job array element; the facts get the id `label`, such as "12_7"."""
     return _facts(label, row.state, row.reason, "", row.nodes, str(row.num_nodes))
 
 
@@ -366,7 +368,7 @@ def failed_tasks(log: str) -> list[tuple[str, int, str]]:
 
 
 def memory_kill(output: str) -> str | None:
-    """Returns the first line of a job's output in which slurmstepd reports a kill for memory; None if there is no such line."""
+    """Returns the first line of a job's output in which slurmstepd reports an out-of-memory kill; None if there is none."""
     lines = (line.strip() for line in output.splitlines())
     return next((line for line in lines if "slurmstepd" in line and _MEMORY_KILL.search(line)), None)
 

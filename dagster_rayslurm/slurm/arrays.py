@@ -1,8 +1,8 @@
-"""Job arrays: the names of their elements in Slurm, the number of elements that a site accepts, and the size of the next array.
+"""Reads the labels of job array elements in squeue and sacct, and computes how many elements the next job array may have.
 
 Slurm calls an element an array task. squeue and sacct list the waiting elements of an array in one row, "12_[4,6-11%2]", and
 each other element in a row of its own, "12_3". If the only waiting element is cancelled, this element disappears from both lists
-(tried on 22.05). All functions but `ask_room` have no side effects.
+(tried on 22.05). Except for `ask_room`, the functions have no side effects.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def parse_submit_limit(associations: str, account: str | None, partition: str | 
 
 @dataclass(frozen=True)
 class Room:
-    """The number of elements that the next job array may have, as far as known from Slurm's limits and Slurm's answers.
+    """The limits on the size of the next job array, as far as known from Slurm's settings and its answers to earlier submissions.
 
     `refused` and `taken` return a copy that takes Slurm's answer to a submission into account.
     """
@@ -123,8 +123,9 @@ class Room:
         """Returns the number of elements for the next array; 0 if no array should be submitted now.
 
         If this step has elements in the queue, and the user's limit of jobs leaves room for only a small array, the result is 0:
-        a larger array can follow later, so that a step has few arrays. An array is small if it lacks some of the waiting
-        elements, and has fewer elements than half of the limit.
+        a larger array can follow later, so that a step has few arrays. An array is small if it has fewer elements than half of
+        the user's limit, and fewer than it could have without this limit. If this step has no elements in the queue, the result
+        is at least 1.
 
         Args:
             waiting: the number of elements that this step has yet to submit.
@@ -161,7 +162,7 @@ def array_option(size: int, max_concurrent: int | None) -> str:
 
 
 def ask_room(connection: Connection, queue: SlurmQueueConfig) -> Room:
-    """Queries Slurm for the limits on arrays and on this user's jobs, and returns the room for a first array with this `queue`.
+    """Queries Slurm for its limits on job arrays and on this user's jobs; returns the limits for jobs with the settings `queue`.
 
     Raises OSError if the cluster is out of reach.
     """

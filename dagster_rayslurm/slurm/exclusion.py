@@ -26,7 +26,7 @@ Partitions = Mapping[str, Sequence[str]]  # The usable nodes of each partition; 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Which of the nodes that failed a health check a job excludes (`nodes`), and which nodes the job may still get (`kept`)."""
+    """The nodes that failed a health check: `nodes` are the ones that a job excludes, `kept` the ones that it may still get."""
 
     nodes: tuple[UnhealthyNode, ...] = ()
     kept: tuple[tuple[UnhealthyNode, str], ...] = ()  # Pairs of a node, and the reason why the job does not exclude the node.
@@ -46,7 +46,7 @@ class Exclusion:
 
 
 def choose(request: JobRequest, unhealthy: Sequence[UnhealthyNode], partitions: Partitions) -> Exclusion:
-    """Decides which of the nodes `unhealthy` a job excludes, and which of these nodes the job has to keep.
+    """Decides for each node in `unhealthy` whether a job excludes the node, or may still get it (`kept` in the result).
 
     `unhealthy` are nodes that failed a health check, and `partitions` has the usable nodes of each partition. The function goes
     through `unhealthy` in order. It excludes a node if the job's partitions, without this node and the nodes excluded before,
@@ -99,11 +99,12 @@ def parse_partitions(text: str) -> Partitions:
 
 
 def _too_few(request: JobRequest, part: JobRequest, out: set[str], partitions: Partitions) -> str | None:
-    """Returns a sentence if too few usable nodes for `part` are left without the nodes `out`; None if enough are left.
+    """Returns a sentence if the job would have too few usable nodes for `part` without the nodes `out`; None if it has enough.
 
-    `part` is a component of the job `request`, or `request` itself. Enough nodes are left if one of the partitions of `part` has
-    enough. Slurm gives each component nodes of its own, so components with the same partition need the sum of their nodes.
-    `partitions` has the usable nodes by partition. The result is also None if `partitions` has none of the partitions of `part`.
+    `part` is a component of the job `request`; for a job without components, `request` itself. Enough nodes are left if one of
+    the partitions of `part` has enough usable nodes. Slurm gives each component nodes of its own, so components with the same
+    partition need the sum of their nodes. `partitions` has the usable nodes of each partition. The result is also None if
+    `partitions` has none of the partitions of `part`.
     """
     wanted = sum(each.queue.num_nodes for each in request.components if each.queue.partition == part.queue.partition)
     out = out | set(listed(part.queue.exclude))

@@ -51,7 +51,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition with its nodes; the keys of `settings` are names of slurm.conf(5), such as "MaxTime"."""
+    """A partition with its nodes; `settings` has the values that `scontrol show partition` prints, by name, such as "MaxTime"."""
 
     name: str
     settings: dict[str, str]
@@ -96,7 +96,7 @@ class Partition:
         return [] if text in ("ALL", "(null)", "N/A", "") else text.split(",")
 
     def cells(self) -> list[str]:
-        """Returns the partition's row of a table with the columns `COLUMNS`."""
+        """Returns the cells of the partition's row in a table with the columns `COLUMNS`."""
         name = self.name + ("*" if self.is_default else "")  # As sinfo shows it.
         numbers = (len(self.nodes), len(self.usable), sum(node.idle for node in self.nodes))
         gpus = ", ".join(f"{count} {kind or 'gpu'}" for kind, count in sorted(self.gpus.items()))

@@ -1,9 +1,9 @@
 """Sentences for users whose job Slurm refuses, lets wait, or can never start; the functions have no side effects.
 
-A request that cannot be granted is refused by sbatch or stays pending for ever, depending on the version and on
-`EnforcePartLimits` (slurm.conf(5)). A job that asks for more nodes than its partition has, or for more time, waits by default on
-22.05. 24.11 refuses too many nodes. A job beyond a limit of its QOS waits, unless the QOS has DenyOnLimit. Tried on Slurm 22.05
-and 24.11.
+Depending on Slurm's version and on `EnforcePartLimits` (slurm.conf(5)), sbatch refuses a request that cannot be granted, or the
+job stays pending for ever. By default, Slurm 22.05 lets a job wait that requests more nodes than its partition has, or more time
+than its partition allows. Slurm 24.11 refuses a job with too many nodes. A job beyond a limit of its QOS waits, unless the QOS
+has DenyOnLimit. Tried on Slurm 22.05 and 24.11.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def is_temporary(stderr: str) -> bool:
 
 
 def lacks_room(stderr: str) -> bool:
-    """Whether sbatch refused a job array only because the array has too many elements, or the user too many other jobs.
+    """Whether sbatch refused a job array only because the array has too many elements, or because the user has too many jobs.
 
     `stderr` is the error output of sbatch.
     """
@@ -183,8 +183,8 @@ def never_starts(rows: Sequence[QueueRow], request: JobRequest) -> str | None:
 def partition_too_small(rows: Sequence[QueueRow], request: JobRequest, sizes: Mapping[str, int]) -> str | None:
     """Returns a sentence for the user if a pending job requests more nodes of a partition than the partition has; None otherwise.
 
-    The requests of all components for the same partition are added up. Slurm's own reason, `PartitionNodeLimit`, is not enough,
-    because this reason also stands for nodes that are down.
+    The requests of all components for the same partition are added up. The function compares numbers of nodes, because Slurm
+    shows the reason `PartitionNodeLimit` also if some of the partition's nodes are down.
 
     Args:
         rows: the job's rows in the queue.

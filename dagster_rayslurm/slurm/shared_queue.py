@@ -165,7 +165,7 @@ class QueueSnapshot:
     def components(self, job_id: int) -> tuple[QueueRow, ...]:
         """The rows of a job's components, in order; for a job without components, the job's one row.
 
-        Of a heterogeneous job, `job_id` is the id of the first component. The result is empty if the job is not in the queue.
+        For a heterogeneous job, `job_id` is the id of the first component. The result is empty if the job is not in the queue.
         Slurm forgets the components of a job at different times, so any component may be missing, also the first.
         """
         row = self.job(job_id)
@@ -243,8 +243,9 @@ def parse_count(text: str) -> int:
 class ClusterClock:
     """Computes the time on the edge node from this machine's clock, for comparison with other times on the cluster.
 
-    `connection` leads to the edge node. `local` returns the time of this machine's clock, in seconds from any point in time. The
-    local clock may stand still while this machine sleeps: `observe` corrects the offset after each answer of the edge node.
+    `connection` is the connection to the edge node. `local` returns the time of this machine's clock, in seconds since an
+    arbitrary point in time. This clock may stand still while this machine sleeps, so `observe` corrects the difference between
+    the two clocks after each answer of the edge node.
     """
 
     connection: Connection
@@ -294,7 +295,7 @@ class SharedQueue:
     clock: ClusterClock = None  # type: ignore[assignment]
     error: str | None = None  # Why the last query failed, in one sentence; None before the first query, and after a success.
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _recent: threading.Lock = field(default_factory=threading.Lock)  # Held by the thread that asks for `_own`.
+    _recent: threading.Lock = field(default_factory=threading.Lock)  # Held by a thread while it checks and renews `_own`.
     _own: QueueSnapshot | None = None  # The last snapshot of `recent`, which this process got from squeue itself.
     _busy: bool = False  # Whether a query for `_snapshot` is under way.
     _asked_at: float = -math.inf  # When the last query for `_snapshot` began.

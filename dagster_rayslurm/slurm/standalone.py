@@ -139,7 +139,7 @@ def standalone_script(
 
 
 def _cluster(ray: RaySpec) -> str:
-    """Returns the part of the batch script that starts a Ray cluster with the settings `ray` on all nodes, and waits for it."""
+    """Returns the part of the script that starts a Ray cluster with the settings `ray`, and waits until all nodes have joined."""
     amounts = {"num-cpus": ray.num_cpus, "num-gpus": ray.num_gpus, "object-store-memory": ray.object_store_memory}
     options = [f"--{name}={value}" for name, value in amounts.items() if value is not None]
     if ray.num_cpus is None:

@@ -4,9 +4,10 @@ There are three kinds of observations: a snapshot of Slurm's queue (an answer of
 file to which the runtime, this package's program on the nodes, writes what happens in a run); and the exit code of the batch
 script's srun. The functions have no side effects.
 
-Only positive evidence ends a job. A job counts as lost only if several snapshots in a row, over a minute or more, do not show the
-job. While squeue gives no answer, there is no snapshot, and no job becomes lost. The states are those of squeue(1), Slurm 22.05
-to 25.05; a state that is not listed here ends nothing.
+A job counts as ended only if squeue shows a terminal state, or if the exit code of srun is known. A job counts as lost only if
+several snapshots in a row, over a minute or more, do not show the job. While squeue gives no answer, there is no snapshot, and no
+job becomes lost. This module lists the states of squeue(1), Slurm 22.05 to 25.05; a job in any other state does not count as
+ended.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class SubmissionRefused(StartError):
 
     After an answer that does not tell whether there is a job, `submit` raises this exception only if it has found no job.
 
-    `lacks_room` is True if the job is an array that Slurm refused because the array has too many elements, or the user too many
-    jobs. Then Slurm may accept a smaller array, or the same array later.
+    `lacks_room` is True if the job is an array that Slurm refused because the array has too many elements, or because the user
+    has too many jobs. Then Slurm may accept a smaller array, or the same array later.
     """
 
     lacks_room = False
@@ -107,17 +107,18 @@ def submit(
 ) -> SubmittedJob:
     """Creates the run directory `run_dir` with `files`, submits the job exactly once, and returns the job.
 
+    If an answer does not tell whether there is a job, the function searches for the job by its name.
+
     Args:
         connection: the edge node.
         run_dir: the absolute path of the run directory.
         files: the content of each file in the run directory; the file `job.sh` is the batch script.
         request: the options in the batch script, with a job name that no other job has.
         clock: computes the time on the edge node; the function corrects the clock by the time in the answer.
-        warn: called with a message each time it is uncertain whether there is a job, so that the function searches for the job.
+        warn: called with a message before each search for the job, and if a job that may exist could not be cancelled.
         claim: whether other processes may try to submit the same job from the same run directory, as for a session; then only the
             process that creates the directory submits the job.
-        patience: the seconds for which a search for the job goes on while the edge node is out of reach. The function searches
-            for the job by name after an answer that does not tell whether there is a job.
+        patience: the seconds for which a search for the job is repeated while the edge node is out of reach.
 
     Raises:
         ClaimTaken: another process submits the job, or has marked this attempt as abandoned. Only if `claim` is True.

@@ -110,7 +110,7 @@ class Connection(ABC):
 
     @abstractmethod
     def connect(self, host: str, port: int, timeout: float) -> socket.socket:
-        """Returns a socket whose data goes to `host:port` and back. The machine makes the connection, so it resolves `host`.
+        """Returns a socket that is connected to `host:port`. The machine makes the connection, and resolves the name `host`.
 
         `timeout` is the socket's timeout in seconds. If nothing listens at `host:port`, a connection by SSH returns a socket that
         ends at once, and a connection to this machine raises `OSError`.
@@ -127,7 +127,7 @@ class Connection(ABC):
 
     @abstractmethod
     def interact(self, command: Sequence[str]) -> int:
-        """Run a command with this process's terminal or, without a terminal, with this process's standard input and output.
+        """Run a command on the machine, connected to this process's terminal or, without one, to this process's input and output.
 
         Returns the command's exit code, 128 + N if the signal N has killed the command.
         """
@@ -361,7 +361,7 @@ def _pipelined(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
 
 
 def _report(progress: Progress | None, done: int, size: int) -> None:
-    """Call `progress` with the bytes that have arrived and the size; do nothing if `progress` is None or `size` is 0."""
+    """Call `progress` with the number of bytes that have arrived and the total, unless `progress` is None or `size` is 0."""
     if progress and size:
         progress(done, size)
 

@@ -42,7 +42,7 @@ class Refused(Exception):
 
 
 class Stream(Protocol):
-    """Standard input and output of a remote command that an SSH client runs.
+    """Interface to the standard input and output of a remote command that an SSH client has started.
 
     All methods raise `OSError` or `EOFError` once the command or the connection has ended.
     """
@@ -78,7 +78,7 @@ class Transport(Protocol):
         ...
 
     def tunnel(self, host: str, port: int, client: socket.socket) -> None:
-        """Copy bytes between `client` and the address `host:port`, as seen from the server, until both sides have closed.
+        """Copy data between the socket `client` and `host:port`, to which the server connects, until both ends have closed.
 
         Raises `ConnectionGone` if the login had ended before any bytes were copied.
         """
@@ -237,7 +237,7 @@ class AgentClient:
     def _receive(self) -> None:
         """Give each answer of the agent to the thread that waits for this answer, until the agent's output ends.
 
-        The calls that then still wait get the exception `ConnectionLost`.
+        Each call that has no answer then fails with `ConnectionLost`.
         """
         with contextlib.suppress(Exception):  # Whatever ended the channel: who waits gets `ConnectionLost` below.
             for header, values in messages(self._read):
@@ -344,7 +344,7 @@ class SSHConnection(Connection):
         """Returns a copy of an error from the edge node, with a message that names the node and the operation that failed.
 
         `doing` is the operation, such as "reading /a/b". If `doing` is "", the message has the file that the error names, if any.
-        If this process has raised the error, a `TimeoutError` because no answer came in time, the error is returned unchanged.
+        A `TimeoutError` that this process has raised because no answer came in time is returned unchanged.
         """
         if isinstance(error, TimeoutError) and error.errno is None:
             return error
@@ -436,7 +436,7 @@ class SSHConnection(Connection):
                     client.sendall(data)
 
     def _tunnel(self, host: str, port: int, client: socket.socket) -> None:
-        """Copy data between `client` and `host:port` until both sides have closed; then close `client`, also after a failure.
+        """Copy data between the socket `client` and `host:port` until both ends have closed; finally close `client`.
 
         If the login had ended before, the method logs in again and tries once more.
         """

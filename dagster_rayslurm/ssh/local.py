@@ -31,7 +31,7 @@ class LocalConnection(Connection):
         return "this machine"
 
     def attempt(self, doing: str, operation: Callable[[Submit], T], repeat: bool, deadline: float | None = None) -> T:  # noqa: ARG002
-        """Call `operation`, whose functions of `edge` run in the calling thread; see `Connection.attempt`.
+        """Call `operation`, and run the functions of `edge` that it starts in the calling thread; see `Connection.attempt`.
 
         `deadline` has no effect, because nothing can interrupt these functions. They end their own commands and waits after
         timeouts of their own; only their work on files has no limit, for example if the file system does not answer.

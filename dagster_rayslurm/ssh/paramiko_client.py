@@ -95,7 +95,7 @@ def _left(deadline: float) -> float:
 
 
 def _connect(ssh: SSHLogin, deadline: float) -> socket.socket:
-    """Returns a TCP connection to a server; repeats an attempt that gets no answer until `deadline`. Raises `OSError`.
+    """Returns a TCP connection to a server; until `deadline`, repeats each attempt that gets no answer. Raises `OSError`.
 
     `deadline` is a value of `time.monotonic()`.
     """
@@ -382,7 +382,7 @@ class ParamikoTransport:
                 asked.start()
 
     def _ask(self) -> None:
-        """Request any answer of the server, and wait for the answer."""
+        """Send a request that every SSH server answers, and wait for the answer."""
         with contextlib.suppress(Exception):  # The transport has ended.
             self._transport.global_request("keepalive@openssh.com")
 

@@ -78,9 +78,10 @@ Allocation = SlurmJob | LocalProcess  # The Slurm job, or process of this machin
 
 @dataclass(kw_only=True, eq=False)
 class Site:
-    """The place where a step looks for sessions, with all that the step needs to find, create and ask sessions there.
+    """The Slurm cluster or machine on which a step looks for sessions. The methods find, create and contact sessions there.
 
-    In a subclass the place is a Slurm cluster, where sessions are jobs, or this machine, where sessions are processes.
+    The fields describe the step and its payload. Of the two subclasses, one is for a Slurm cluster, where sessions are jobs, and
+    the other is for this machine, where sessions are processes.
     """
 
     noun: ClassVar[str]  # The word for an allocation in messages; the allocation's id follows this word.
@@ -149,15 +150,15 @@ class Site:
     def running(self, session: LiveSession, reused: bool) -> RunningPayload:
         """Returns the object by which the step follows its payload, which `session` has accepted.
 
-        `reused` says whether the session accepted requests before this step came.
+        `reused` says whether the session already accepted requests when this step found the session.
         """
         raise NotImplementedError
 
 
 class Action(Enum):
-    """What a step does next while it looks for a session; `next_action` chooses by the state of the session's newest generation.
+    """The next action of a step that looks for a session; `next_action` chooses the action.
 
-    Each allocation of a session is a generation.
+    A generation is one allocation of a session.
     """
 
     CREATE = "create the next generation"
@@ -169,7 +170,7 @@ class Action(Enum):
 
 
 def next_action(newest: Generation, after: int) -> Action:
-    """Returns what a step does next, from `newest`, the newest generation of its session.
+    """Returns the next action of a step that looks for a session; `newest` is the newest generation of this session.
 
     `after` is the number of the last generation that this step has given up, for example because the generation refused the
     payload; 0 if there is none. If the number of `newest` is not greater than `after`, the step creates the next generation.
@@ -206,7 +207,7 @@ class SessionAcquisition:
     def acquire(self, after: int) -> tuple[LiveSession, bool]:
         """Find, wait for or create a session, and return the session when it accepts requests. Blocks until then.
 
-        Also returns whether the session accepted requests before this step came.
+        Also returns whether the session already accepted requests when this step found the session.
 
         `after` is the number of the last generation that this step has given up, or 0. Only later generations are used. Raises
         RunFailure if the session's job ends early or waits too long in the queue. Raises StartError if no session can be created.

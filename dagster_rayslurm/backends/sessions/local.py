@@ -105,7 +105,7 @@ class LocalSessionBackend(LocalBackend):
 
 @dataclass(kw_only=True, eq=False)
 class LocalSite(Site):
-    """This machine as the place where a step looks for sessions; a process holds each session. See `Site` for the methods."""
+    """This machine, on which a step looks for sessions; each session is a process. See `Site` for the methods."""
 
     noun = "process"
     end_command = "kill"

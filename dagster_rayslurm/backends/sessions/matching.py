@@ -1,4 +1,4 @@
-"""Match payloads with sessions: a payload's requirements, a session's capacity, and the first requirement that is not met.
+"""Matches payloads with sessions: compares a payload's requirements with a session's capacity, and names the session to use.
 
 A launcher or queue field at its default requires nothing. If the request for a session's job left an amount, such as the number
 of CPUs, to Slurm, only the running session knows the granted amount. Then the session itself refuses a payload that does not fit.
@@ -143,7 +143,7 @@ class Choice:
     strict: bool  # Whether a payload that does not fit is refused, instead of getting a separate session.
 
     def text(self) -> str:
-        """Returns the first session and the requirements as text.
+        """Returns a text that describes the session to look for first, and the requirements.
 
         A retry of a step may continue the step's payload only if the texts of both attempts are equal.
         """
@@ -192,7 +192,7 @@ def _as_text(value: Any) -> str:
 
 
 def required_head(launcher: Launcher, own_components: Sequence[HetComponent] | None) -> str | None:
-    """Returns the name of the component in which a payload must run; None if the head component of any session will do.
+    """Returns the name of the component in which a payload must run; None if it may run in the head component of any session.
 
     The component is the one that `launcher` names, or else the head among `own_components`. `own_components` are the components
     that the run configures; None if the run configures none.

@@ -44,7 +44,7 @@ class SessionPayload(RunningPayload):
     session: LiveSession
     job: Allocation
     poll_interval: float = 0.0  # Seconds without a new line in the record after which the queue is polled for the session's job.
-    reused: bool | None = None  # Whether the session accepted requests before this step came; None if that is not known.
+    reused: bool | None = None  # Whether the session already accepted requests when this step found it; None if not known.
     waited: float | None = None  # Seconds until the session accepted the payload; None if that is not known.
 
     def __post_init__(self) -> None:

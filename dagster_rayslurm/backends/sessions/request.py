@@ -84,7 +84,7 @@ def send_request(
 def grace_period(answer: Mapping[str, Any]) -> float:
     """Returns the seconds that a session gives its payloads to end by themselves; `answer` is its answer to a stop request.
 
-    A session that was started by an older version of dagster-rayslurm does not tell; the result is then the default grace period.
+    A session of an older version of dagster-rayslurm does not report these seconds; the result is then the default grace period.
     """
     return float(answer.get("grace_period", PayloadSpec.grace_period))
 
@@ -126,7 +126,7 @@ def _send_by_srun(
 class RunRequest:
     """The request to run one payload: `submit` sends it to a session, and `withdraw` takes it back."""
 
-    site: Site  # The place of the sessions; also has the payload's plan and run directory.
+    site: Site  # The cluster or machine of the sessions; also has the payload's plan and run directory.
     on_accepted: Callable[[LiveSession], None]  # Called with the session that accepted; interrupts wait until the call ends.
     secrets: bytes = b""  # Content of the payload's file of secret variables; empty if it has none.
     unsettled: bool = field(default=False, init=False)  # True while it is uncertain whether a session has accepted.
@@ -137,8 +137,8 @@ class RunRequest:
         """Ask a session to run the payload, again and again until the session answers; returns the session's answer.
 
         `files` has the contents of new files of the payload's run directory, by name. If this session, or a session that was
-        asked before, has accepted the payload, the function calls `on_accepted`, and the answer is {"ok": True}. Otherwise the
-        answer has the reason of the refusal as `error`, such as "gone" if this session has ended.
+        asked before, has accepted the payload, the function calls the callback `on_accepted` with that session, and the answer
+        is {"ok": True}. Otherwise the answer has the reason of the refusal as `error`, such as "gone" if this session has ended.
 
         Raises:
             StartError: the session does not answer, cannot write the run directory, or does not see the uploaded files.
@@ -191,11 +191,11 @@ class RunRequest:
             time.sleep(next(pauses, _PAUSES[-1]))
 
     def withdraw(self) -> None:
-        """Tell the session that was asked last not to run the payload. Called while `unsettled` is True.
+        """Withdraw the request from the session that was asked last. Called while it is uncertain whether a session has accepted.
 
-        If a session has accepted the payload after all, the function calls `on_accepted`, and the payload runs. If it remains
-        unknown whether a session has accepted the payload, the function logs an error. The function tries at most `_WITHDRAWALS`
-        times, and begins no try after `_WITHDRAW_TIMEOUT` seconds.
+        If a session has accepted the payload after all, the function calls the callback `on_accepted` with that session, and the
+        payload runs. If it remains unknown whether a session has accepted the payload, the function logs an error. The function
+        tries at most `_WITHDRAWALS` times, and begins no try after `_WITHDRAW_TIMEOUT` seconds.
         """
         deadline = time.monotonic() + _WITHDRAW_TIMEOUT
         for _ in range(_WITHDRAWALS):
@@ -228,7 +228,8 @@ class RunRequest:
 
         The result is None if the session did not answer and may still live, or if the journal, which would show an acceptance,
         cannot be read. If the session has ended without accepting the payload, the result is a refusal with the `error` "gone".
-        If the payload is accepted, the method calls `on_accepted`. Raises ConnectionFailed if the edge node cannot be reached.
+        If a session has accepted the payload, the method calls the callback `on_accepted` with that session. Raises
+        ConnectionFailed if the edge node cannot be reached.
         """
         before, alive = self.unsettled, True
         # From here on an interrupt leaves it open whether the session accepts the payload.

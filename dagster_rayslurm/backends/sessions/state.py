@@ -46,7 +46,7 @@ def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:
 
 
 def state_of(generation: Generation, row: QueueRow | None) -> SessionState:
-    """Returns the state of a session, from the session's files and its job's `row` in the queue, the result of `job_of`.
+    """Returns the state of a session, from the session's files in `generation`, and from `row`, the result of `job_of`.
 
     The session itself is not asked, so the result is never READY or SILENT.
     """

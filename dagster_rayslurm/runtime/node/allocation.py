@@ -59,9 +59,9 @@ class Allocation:
         return self.components[self.group_of(node_id)].name if self.components else None
 
     def of_own_group(self) -> "Allocation":
-        """Returns a copy of the allocation with only the nodes of this task's component, without `components`.
+        """Returns a copy of the allocation that has only the nodes of this task's component; its list `components` is empty.
 
-        The indexes of nodes, the head addresses, the job id and the partition are those of the component too. In an ordinary job,
+        The index of this node, the head addresses, the job id and the partition are those of the component. In an ordinary job,
         the copy has all nodes.
         """
         if len(self.components) < 2:
@@ -137,12 +137,13 @@ def head_address(allocation: Allocation) -> str:
 def select_component(environ: MutableMapping[str, str], here: Allocation, component_ids: Sequence[str]) -> Allocation:
     """Returns a copy of the allocation `here` whose components have the names `component_ids`, in the order of the job.
 
-    If there are no names, returns `here` itself. An ordinary job counts as one component. Raises ValueError if the numbers of
-    names and components differ.
+    If `component_ids` is empty, returns `here` itself. An ordinary job counts as one component. Raises ValueError if the numbers
+    of names and components differ.
 
-    In a heterogeneous job, the function also changes `environ`, the environment of this task, because Slurm sets some variables
-    for the first or the last component in every task (srun(1); tried on Slurm 22.05 and 24.11). The variables for partition and
-    memory get the values of this task's component, and if this node has no GPUs, the variables for visible GPUs are removed.
+    In a heterogeneous job, the function also changes `environ`, the environment of this task: in every task, Slurm sets some
+    variables to the values of the first or the last component (srun(1); tried on Slurm 22.05 and 24.11). The variables for
+    partition and memory get the values of this task's component. If this node has no GPUs, the function removes the variables
+    for visible GPUs.
     """
     if here.components:
         group = here.group_of(here.node_id)
@@ -179,9 +180,9 @@ MAX_NODES = 1 << 20  # Nodes that a list may name at most: a longer list is dama
 def expand_nodelist(text: str) -> List[str]:
     """The names of the nodes in a list such as `c[1-2,05-07],x3,rack[1-2]n[01-03]` (SLURM_JOB_NODELIST), in order.
 
-    The result equals the output of `scontrol show hostnames` (Slurm 22.05 and 24.11): numbers have as many digits as the first
-    number of their range, and the last bracket of a name varies fastest. "", `(null)`, `None assigned` and `None` stand for empty
-    lists. Raises ValueError if the text is not a node list, or if the list has more than `MAX_NODES` nodes.
+    The result equals the output of `scontrol show hostnames` (Slurm 22.05 and 24.11): numbers are padded with zeros to the width
+    of the first number of their range, and the last bracket of a name varies fastest. "", `(null)`, `None assigned` and `None`
+    stand for empty lists. Raises ValueError if the text is not a node list, or if the list has more than `MAX_NODES` nodes.
     """
     if text.strip() in ("", "(null)", "None assigned", "None"):
         return []
@@ -198,9 +199,10 @@ def expand_nodelist(text: str) -> List[str]:
 
 
 def _numbers(inside: str, text: str) -> List[str]:
-    """The numbers in `inside`, the text between one pair of brackets, as strings with leading zeros.
+    """The numbers in `inside`, the text between one pair of brackets in a node list, such as "1-2,05-07".
 
-    Raises ValueError if `inside` is not a list of numbers and ranges. `text` is the whole node list, for the error message.
+    The numbers of a range are padded with zeros to the width of the first one. Raises ValueError if `inside` is not a list of
+    numbers and ranges. `text` is the whole node list, for the error message.
     """
     numbers: List[str] = []
     for part in inside.split(","):

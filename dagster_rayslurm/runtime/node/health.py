@@ -96,9 +96,9 @@ def gpu_count_problem(wanted: int, listed: str, visible: Sequence[str]) -> Optio
 def gpu_ecc_problem(errors: str, remapped: str) -> Optional[str]:
     """Returns an error text about GPUs whose memory has uncorrected errors or broken rows; None without such GPUs.
 
-    Both arguments are CSV output of `nvidia-smi` with one row for each GPU. A row of `errors` has the GPU's index and the number
-    of errors since the last reset that ECC could not correct. A row of `remapped` has an id of the GPU, and whether the GPU
-    failed to replace a row of its memory.
+    Both arguments are CSV output of `nvidia-smi` with one line for each GPU. A line of `errors` has the GPU's index and the
+    number of memory errors that ECC could not correct since the last reset. A line of `remapped` has an id of the GPU, and
+    whether the GPU failed to replace a broken row of its memory.
     """
     problems = []
     for index, count in _rows(errors):
@@ -111,7 +111,7 @@ def gpu_ecc_problem(errors: str, remapped: str) -> Optional[str]:
 
 
 def _rows(text: str) -> List[List[str]]:
-    """The rows that have exactly two columns in `text`, CSV output of `nvidia-smi`."""
+    """The columns of each line in `text`, CSV output of `nvidia-smi`; lines without exactly two columns are left out."""
     rows = [[word.strip() for word in line.split(",")] for line in text.splitlines()]
     return [row for row in rows if len(row) == 2]
 

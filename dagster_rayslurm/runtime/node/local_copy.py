@@ -1,11 +1,13 @@
-"""Copies the Python environment to this node's own disk, for jobs whose environment has stage="node-local".
+"""Makes a copy of the Python environment on this node's own disk, for jobs whose environment has stage="node-local".
 
-A copied environment would not work at a new path, because many of its files contain the old path. So each node builds its copy
-with the commands that built the environment on the shared file system, from the same packages there. Each node then reads a few
-large files from the shared file system instead of thousands of small ones.
+If its files were only copied, the environment would not work at the new path, because many of the files contain the old path. So
+each node builds its copy with the commands that built the environment on the shared file system. The commands install the same
+packages, which lie on the shared file system. Each node then reads a few large files from the shared file system instead of
+thousands of small ones.
 
-The runtime starts with the Python of the shared environment, makes the copy, and then replaces itself with the copy's Python by
-exec. So Ray and payloads use the copy too. The keeper (`process.processes`) removes the copy at the end of the job.
+The runtime starts with the Python of the shared environment, makes the copy, and then replaces its own program by the copy's
+Python (`os.execve`). So Ray and payloads use the copy too. At the end of the job, the keeper (`process.processes`) removes the
+copy.
 """
 
 from __future__ import annotations
@@ -131,10 +133,11 @@ def _moved(environ: Mapping[str, str], prefix: str, copy: str) -> Dict[str, str]
 
 
 class Remarks:
-    """What nodes say about their copies of the environment, for the Dagster logs of payloads: each a phase and a message.
+    """Collects the remarks of nodes about their copies of the environment, for the Dagster logs of payloads.
 
-    `name` is the name of this node, whose `remark` is the first. Of the other nodes, only those that could not make a copy are
-    added, each once, and at most `_MOST_REMARKS` nodes in all.
+    A remark is a phase and a message. The remark of this node, whose name is `name`, comes first; see the variable `remark`. A
+    remark of another node is added only if that node could not make a copy. The object keeps one remark for each node, and at
+    most `_MOST_REMARKS` remarks.
     """
 
     def __init__(self, name: str) -> None:
@@ -142,11 +145,14 @@ class Remarks:
 
     @property
     def said(self) -> List[Tuple[str, str]]:
-        """The remarks so far."""
+        """The remarks collected so far, each a phase and a message."""
         return list(self._by_node.values())
 
     def add(self, name: str, said: Optional[Sequence[str]]) -> Optional[Tuple[str, str]]:
-        """Add the remark `said` of the node `name`, or None of a node that makes no copies; return the remark if it is new."""
+        """Add `said`, the remark of the node `name`, if the node could not make a copy; return the remark if it was added.
+
+        `said` is None if nodes make no copies. The result is None if `said` was not added.
+        """
         if not said or said[0] != NO_COPY or name in self._by_node or len(self._by_node) >= _MOST_REMARKS:
             return None
         self._by_node[name] = said[0], said[1]

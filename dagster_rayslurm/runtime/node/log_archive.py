@@ -28,8 +28,8 @@ class Log(NamedTuple):
 def archive_name(node: str) -> str:
     """Returns the file name of the archive of a node's logs, such as "ray-logs-c1.tar.gz".
 
-    `node` is the node's name for messages, such as "c1 (component gpu)"; other characters than letters, digits, "_", "." and "-"
-    are replaced.
+    `node` is the node's name for messages, such as "c1 (component gpu)"; characters other than letters, digits, "_", "." and "-"
+    are replaced by "-".
     """
     return "ray-logs-%s.tar.gz" % re.sub(r"[^\w.-]+", "-", node).strip("-")
 
@@ -52,10 +52,10 @@ def select(logs: List[Log], most_of_file: int = _MOST_OF_FILE, most: int = _MOST
 
 
 def main(argv: List[str]) -> int:
-    """Write the archive of all logs below a directory; returns the exit code 0.
+    """Write the archive of the logs below a directory; returns the exit code 0.
 
-    `argv` has two paths: the directory, and the archive, which is replaced if it exists. A log that cannot be read is left out.
-    Raises OSError if the archive cannot be written.
+    `argv` has two paths: the directory, and the archive, which is replaced if it exists. What `select` leaves out is listed in a
+    file in the archive. A log that cannot be read is left out. Raises OSError if the archive cannot be written.
     """
     directory, target = argv
     kept, left_out = select(list(_logs(directory)))

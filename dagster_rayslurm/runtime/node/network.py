@@ -1,8 +1,9 @@
 """Addresses by which the nodes of a Ray cluster reach each other, and ports for Ray's services.
 
-A chosen port is free at the time of the choice. The port is outside the kernel's ephemeral range, so that no outgoing connection
-takes the port before Ray binds it. At a firewalled site, the configured `port_range` is divided into blocks. A Ray cluster's
-runtime on a node reserves a block by binding the block's first port.
+A chosen port is free at the time of the choice. Without a `port_range`, the port is outside the kernel's ephemeral range, so that
+no outgoing connection takes the port before Ray binds it. Users configure a `port_range` if a firewall blocks other ports between
+the nodes. The range is divided into blocks of `BLOCK` ports. A Ray cluster's runtime on a node reserves a block by binding the
+first port of the block.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _chance = random.SystemRandom()
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an IP address leads back to its own machine, as 127.0.0.1 does; False if `address` is a host name."""
+    """Whether `address` is a loopback IP address, such as 127.0.0.1; False if `address` is a host name."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -116,8 +117,8 @@ def control_ports(port_range: Optional[str], count: int = 8) -> List[int]:
     """Returns up to `count` ports, in random order; the runtime of the head node listens on the first of them that is free there.
 
     The ports are chosen before the head node is known. Without a `port_range`, they are from 10000 to 32767. With a `port_range`
-    ("LOW-HIGH"), each is the last port of a block of `BLOCK` ports. Ray uses the last port of a block only for workers. Raises
-    ValueError if `port_range` is not valid.
+    ("LOW-HIGH"), each is the last port of a block of `BLOCK` ports, because Ray uses this port only for workers, and can do
+    without it. Raises ValueError if `port_range` is not valid.
     """
     if port_range:
         low, high = parse_range(port_range)

@@ -25,7 +25,7 @@ class Requirement(NamedTuple):
     `amount` is None if the user has not set it.
     """
 
-    field: str  # As error messages name it.
+    field: str  # Name of the user's setting in error messages.
     amount: Optional[float]
     unit: str  # "CPUs", "GPUs" or "GiB".
 
@@ -34,7 +34,7 @@ Footprint = Tuple[Requirement, ...]  # Everything that a payload or a Ray cluste
 
 
 def node_footprint(spec: Union[RaySpec, NodeSpec]) -> Footprint:
-    """Returns what a Ray cluster requires of each of its nodes or, if `spec` is a `NodeSpec`, of each node of one component."""
+    """Returns the CPUs, GPUs and memory that a Ray cluster needs on each of its nodes, or on each node of one component."""
     store = spec.object_store_memory
     return (
         Requirement("RayLauncher.num_cpus_per_node", spec.num_cpus, "CPUs"),
@@ -202,9 +202,10 @@ _LIST_TIMEOUT = 20.0
 def count_gpus(environ: Mapping[str, str]) -> int:
     """Returns the number of GPUs granted to this process.
 
-    The first of these in `environ` gives the number: a variable for visible GPUs, such as `CUDA_VISIBLE_DEVICES` (gres.conf(5)),
-    `SLURM_GPUS_ON_NODE`, `SLURM_STEP_GPUS` (srun(1), Slurm 22.05). Without these, it is the number of GPUs that the driver lists,
-    but 0 in a Slurm job that does not have all CPUs of the node, because the GPUs may then belong to other jobs.
+    The number comes from the first variable that is set in `environ`, in this order: a variable for visible GPUs, such as
+    `CUDA_VISIBLE_DEVICES` (gres.conf(5)); `SLURM_GPUS_ON_NODE`; `SLURM_STEP_GPUS` (srun(1), Slurm 22.05). If none is set, the
+    result is the number of GPUs that the driver lists. In a Slurm job that does not have all CPUs of the node, the result is then
+    0, because the GPUs may belong to other jobs.
     """
     visible, number = _visible(environ), _number(environ, "SLURM_GPUS_ON_NODE")
     if visible is None and number is not None:
@@ -231,8 +232,8 @@ def granted_gpus(environ: Mapping[str, str]) -> Optional[List[str]]:
 def visible_gpus(environ: Mapping[str, str], count: int) -> Tuple[str, List[str]]:
     """Returns the name of the environment variable that limits the visible GPUs, and the first `count` GPUs in its value.
 
-    If no such variable is set in `environ`, the result is CUDA_VISIBLE_DEVICES with the indices from 0. Several tiles of one
-    Intel device count as one GPU.
+    If no such variable is set in `environ`, the result is CUDA_VISIBLE_DEVICES and the indices from 0 to `count` - 1. Several
+    tiles of one Intel device count as one GPU.
     """
     variable, names = _visible(environ) or (GPU_VARIABLES[0], [str(index) for index in range(count)])
     return variable, names[:count]

@@ -2,8 +2,8 @@
 
 CPU time is the sum over all processes seen. Memory is the private memory of all processes plus the largest shared mapping once,
 because all of Ray's processes map the same object store. If payloads share a Ray cluster, a payload's own usage is the usage of
-its driver and of the workers of its Ray jobs, without shared mappings. The usage of the other processes of the Ray cluster counts
-as shared.
+its driver and of the workers of its Ray jobs, without shared mappings. The usage of processes that belong to no payload, such as
+Ray's daemons, is counted separately, as shared usage.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Shared(Enum):
 def memory_of(pids: Iterable[int], shared: Shared = Shared.ONCE) -> int:
     """Returns the bytes of resident memory that the processes `pids` use together; processes that have ended count as 0.
 
-    `shared` says how often memory counts that several processes share. With `Shared.NEVER`, the result is the number of bytes
+    `shared` says how often memory that several processes share is counted. With `Shared.NEVER`, the result is the number of bytes
     that become free when the processes end.
     """
     sizes = [processes.resident_and_shared(pid) for pid in pids]
@@ -164,10 +164,10 @@ def logs_of(ray_temp_dir: str) -> str:
 
 
 def started_ahead(log_dir: str) -> Tuple[int, Set[int]]:
-    """Returns how many workers Ray has started on this node ahead of a job, and the ids of those that still wait for a job.
+    """Returns how many workers Ray has started on this node before a job needed them, and which of them still wait for a job.
 
-    The number also counts workers that have since ended or got a job. The ids are process ids. `log_dir` is the directory of
-    Ray's logs on this node.
+    The number also counts workers that have since ended or got a job. The waiting workers are given as process ids. `log_dir` is
+    the directory of Ray's logs on this node.
     """
     ahead = [(pid, path) for pid, job, path in _logs(log_dir, _WORKER_LOG) if job == _NO_JOB]
     return len(ahead), {pid for pid, path in ahead if command_line(pid).startswith(b"ray::") and not _logged_job(path)}
@@ -195,8 +195,8 @@ class RayJobs:
     def attribute(self, candidates: Iterable[Process], table: Mapping[int, Process]) -> Attribution:
         """Divides `candidates` into processes of this payload, of no payload, and of other payloads.
 
-        `candidates` are processes that do not belong to the driver of another payload. `table` has all processes of this machine
-        by id. If a candidate is a new Ray driver, the method also adds its job to `job_ids`.
+        `candidates` contains no driver of another payload, and no process below such a driver. `table` has all processes of this
+        machine by id. If a candidate is a new Ray driver, the method also adds its job to `job_ids`.
         """
         root = self.ray_pid()
         ray = set() if root is None else {root, *(process.pid for process in descendants(root, dict(table)))}
@@ -232,9 +232,10 @@ class RayJobs:
 
 
 def _logs(log_dir: str, pattern: "re.Pattern[str]") -> Iterator[Tuple[int, str, str]]:
-    """Generator of the logs in `log_dir` whose names match `pattern`; for each, it yields process id, job id and path.
+    """Yields the logs in `log_dir` whose names match `pattern`, each as process id, job id and path.
 
-    The groups of `pattern` are the job id and the process id. Yields nothing if the directory does not exist yet.
+    In `pattern`, the first group must match the job id, and the second group the process id. Yields nothing if the directory does
+    not exist yet.
     """
     with contextlib.suppress(OSError):
         for name in os.listdir(log_dir):
@@ -281,7 +282,7 @@ class Usage:
 
 
 class UsageMeter:
-    """Computes the `Usage` of one payload on this node from samples of its processes, which the caller takes.
+    """Computes the `Usage` of one payload on this node; the caller takes samples of the payload's processes, and adds them.
 
     `baseline` are the processes that run before the payload starts; CPU time that they have used until then does not count.
     `started` is the payload's start, a time of `time.monotonic`. The attribute `usage` has the result so far.

@@ -109,7 +109,7 @@ class WorkerNodes(Listener):
 
     def __post_init__(self) -> None:
         self._node_of_channel: Dict[Channel, WorkerNode] = {}
-        # The usage of payloads that have ended: the nodes that have not answered, the figures so far, and where these go.
+        # By nonce of an ended payload: the nodes that have not answered, the usage so far, and the argument `done` of `collect`.
         self._collections: Dict[str, Tuple[Set[int], UsageByHost, Callable[[UsageByHost], None]]] = {}
         self._stopped = False
         self._server: Optional[RpcServer] = None
@@ -134,8 +134,9 @@ class WorkerNodes(Listener):
 
         `command` has the keys of the message: `op` (`NodeCommand`), and often the Ray cluster (`cluster`) or payload (`id`) that
         the command concerns. The command replaces an earlier one about the same Ray cluster or payload if both have the same
-        `op`, or if one undoes the other. A command that ends something is sent again after a reconnection until the node has
-        confirmed it.
+        `op`, or if one undoes the other. A node that reconnects gets the command again, but END_RAY and REPORT only until the
+        node has confirmed them. If a node has never connected, END_RAY and REPORT are not sent to it, and the command that they
+        undo is not sent either.
         """
         op = NodeCommand(command["op"])
         subject = _subject(op, command.get("cluster") or command.get("id") or "")

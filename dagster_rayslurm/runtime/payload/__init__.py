@@ -1,4 +1,4 @@
-"""Runs one payload, which is a user's command: process and environment, output, run record, and measurement of usage.
+"""Runs one payload (a user's command): starts its process, records its output in the run record, and measures its usage.
 
 `runtime.supervisor` decides when a payload runs, and on which Ray cluster. Begin with `payload`.
 """

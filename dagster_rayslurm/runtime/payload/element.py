@@ -1,4 +1,4 @@
-"""The start records of one element of a job array; each element runs one chunk of a step's partitions.
+"""Makes the start records of one element of a job array; each element runs one chunk of a step's partitions.
 
 Start records are JSON files that tell a runtime what to do, `runtime.json` for the runtime and `payload.json` for a payload. The
 directory of the array has the start records that all elements share, and the Pipes context with the chunks, in the order of the

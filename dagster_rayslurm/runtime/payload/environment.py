@@ -63,7 +63,7 @@ def payload_environment(
         run_dir: The payload's run directory.
         messages_path: The file to which the payload appends its Pipes messages.
         ray_env: The variables by which the payload reaches its Ray cluster; empty without a Ray cluster.
-        worker_env: The variables that the Ray workers of the cluster have already.
+        worker_env: The variables that the cluster's Ray workers have already, so that the payload's Ray job need not set them.
     """
     env = {name: value for name, value in inherited.items() if not name.startswith(_SCRUBBED) and name not in RAY_COORDINATES}
     env["PATH"] = os.pathsep.join([os.path.dirname(python), env.get("PATH", os.defpath)])

@@ -25,7 +25,7 @@ class Phase(IntEnum):
 
 
 class Awaited(Enum):
-    """Events that may still come after the end of a payload's process; the `end` record waits for those that are expected."""
+    """An event that may come after the end of a payload's process, and for which the `end` record waits if it is expected."""
 
     OUTPUT = "the rest of the output"
     USAGE = "usage of the other nodes"
@@ -86,8 +86,8 @@ class Life:
         """Handle the runtime's decision to end the payload; returns the next state and the actions to take now.
 
         `end` is the reason for the `end` record; only the reason of the first such decision counts. `grace` has the seconds from
-        SIGTERM to SIGKILL, and `now` is the time of `Loop.now`. A decision after the end of the process has an effect only in the
-        cases that `Payload.end_early` describes.
+        SIGTERM to SIGKILL, and `now` is the current time by the clock of `Loop.now`. A decision after the end of the process has
+        an effect only in the cases that `Payload.end_early` describes.
         """
         unrecorded, forced = end.reason == EndReason.RECORD, replace(self, forced=self.forced or end)
         if self.phase == Phase.SEARCHING:  # Only the `end` remains to be recorded, so a failed write changes nothing.
@@ -112,7 +112,7 @@ class Life:
         return replace(self, phase=max(self.phase, Phase.EXITED), exit=end, awaited=awaited)._finish_if_complete()
 
     def received(self, awaited: Awaited) -> Tuple[Life, List[Do]]:
-        """Handle an event for which the `end` record waits, or the end of the time to wait for it.
+        """Handle an event for which the `end` record waits; also called if the wait for the event has timed out.
 
         Returns the next state and the actions to take. An event that is not awaited has no effect.
         """

@@ -6,8 +6,9 @@ imports nothing else of the package. The keys of the partitions are in the run d
 process with a Pipes context and messages of its own. When the process of a chunk has ended, the chunk's output is written to this
 program's stdout and stderr as one section, and one Pipes message tells how the process ended.
 
-This program exits with 0 although chunks have failed. At SIGTERM the program starts no more chunks, and waits for running chunks.
-If Slurm has requeued the job, the program runs only the chunks that have no exit code in the run record.
+This program exits with 0 although chunks have failed. At SIGTERM, the program starts no more chunks, passes SIGTERM on to the
+running chunks, and waits for their end. If Slurm has requeued the job, the program runs only the chunks that have no exit code in
+the run record.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class _CannotFork(Exception):
 class Runner:
     """Runs `command` once for each chunk of partitions of one payload, at most `limit` chunks at a time.
 
-    The chunks come from the Pipes context in the run directory. The first word "python" of `command` stands for this
-    interpreter.
+    The chunks come from the Pipes context in the run directory. If the first word of `command` is "python" or "python3", it
+    stands for this interpreter.
     """
 
     def __init__(self, limit: int, command: List[str]) -> None:
@@ -56,18 +57,18 @@ class Runner:
         self._chunks: List[Chunk] = self._context.pop(PARTITIONS)
         path = json.loads(zlib.decompress(base64.b64decode(os.environ["DAGSTER_PIPES_MESSAGES"])))["path"]
         self._messages = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        self._directory = tempfile.mkdtemp(prefix="partitions-", dir=os.path.dirname(path))  # The runtime sweeps that one.
+        self._directory = tempfile.mkdtemp(prefix="partitions-", dir=os.path.dirname(path))  # The runtime removes the parent.
         self._started = 0
-        # By process id: the chunk, the beginning of file names, the start.
+        # By process id: the chunk, the prefix of the paths of its files, and the time of its start.
         self._running: Dict[int, Tuple[Chunk, str, float]] = {}
         self._stopping = False
 
     def run(self) -> Optional[Dict[str, str]]:
         """Run all chunks, each in a forked process, and block until all have ended; then return None.
 
-        The method also returns in each forked process, but there with the environment variables for the chunk's command,
-        which the caller must then run. After SIGTERM, no more chunks start, and the method returns None when the running ones
-        have ended.
+        The method also returns in each forked process. There the result is the environment variables for the chunk's command,
+        and the caller must then run this command. After SIGTERM, no more chunks start, and the method returns None when the
+        running ones have ended.
         """
         signal.signal(signal.SIGTERM, self._stop)
         self._send("opened", {"extras": {}})
@@ -105,7 +106,7 @@ class Runner:
             _signal_group(pid, signal.SIGTERM)
 
     def _start(self, chunk: Chunk) -> Optional[Dict[str, str]]:
-        """Fork a process for a chunk, whose output goes to files.
+        """Fork a process for a chunk; the output of the forked process goes to files.
 
         Returns None in this process; in the forked process, returns the environment variables for the chunk's command. Raises
         _CannotFork, in this process only, if the system refuses the process.
@@ -233,10 +234,10 @@ def _ends(keys: Iterable[str]) -> Tuple[str, str]:
 
 
 def recorded_keys(directory: str) -> Set[str]:
-    """Returns the keys of the partitions that have exited before Slurm requeued the job, from the run record in `directory`.
+    """Returns the keys of the partitions whose processes exited before Slurm requeued the job, by the run record in `directory`.
 
-    A partition that a signal killed is not among them, because the signal may have come from the end of the job. Damaged lines
-    do not count, because Dagster's side drops them, too.
+    If a signal killed the process of a partition, the result lacks the partition's key, because the signal may have come from the
+    end of the job. Damaged lines of the record do not count, because Dagster's side drops them, too.
     """
     keys = set()
     with contextlib.suppress(FileNotFoundError), open(os.path.join(directory, _JOURNAL), "rb") as file:

@@ -53,8 +53,9 @@ _CHUNK = 256 * 1024  # Most bytes of output or messages that are read at a time.
 class Payload:
     """One payload of a runtime: runs its process, and writes its run record.
 
-    `start` begins the process; until then, the payload waits. The event loop does the rest, and calls the functions in `on_ended`
-    after the end.
+    Until `start` is called, the payload waits in the queue; `start` starts the process. Callbacks of the event loop then copy
+    output and messages into the run record, and write the `end` record. Afterwards, the event loop calls the functions in
+    `on_ended`.
     """
 
     loop: Loop
@@ -79,7 +80,7 @@ class Payload:
     query_energy: Callable[[Callable[[Optional[int]], None]], bool] = lambda _: False
     # Directories beside the run directory whose modification times are kept recent as well, until the payload has ended.
     kept_fresh: List[str] = field(default_factory=list)
-    _early_signals: List[int] = field(default_factory=list)  # Those that came before the start; the process gets them then.
+    _early_signals: List[int] = field(default_factory=list)  # Signals to send to the process when it starts.
     _started_at: Optional[float] = None
     _ended_at: Optional[float] = None
     _measurement: Optional[UsageMeasurement] = None
@@ -127,14 +128,14 @@ class Payload:
     # ---- The run record
 
     def keep(self, *records: Record) -> None:
-        """Append records that must not be lost to the journal.
+        """Append `records`, which must not be lost, to the journal.
 
-        If this fails, the payload is ended: without a record, its results would be lost.
+        If this fails, the method ends the payload: without a record, its results would be lost.
         """
         self._guarded(lambda: self.files.write(*records))
 
     def note(self, record: Record) -> None:
-        """Append a record that may be lost, such as a usage sample, to the journal; an OSError is ignored."""
+        """Append `record`, which may be lost (for example a usage sample), to the journal; an OSError is ignored."""
         with contextlib.suppress(OSError):
             self.files.write(record)
 
@@ -155,7 +156,10 @@ class Payload:
             self.keep({"type": "tail", "name": name, "text": text})
 
     def _keep_fresh(self) -> None:
-        """Set the modification times of directories to now, at intervals, so that cleanup does not remove the directories."""
+        """Update the modification times of the run directory and of `kept_fresh` regularly, so that cleanup does not remove them.
+
+        Does nothing after the payload has ended.
+        """
         if not self.ended:
             for directory in [self.run_dir, *self.kept_fresh]:
                 self._guarded(functools.partial(os.utime, directory))
@@ -285,7 +289,7 @@ class Payload:
     def check_own_ray(self, node: NodeResources) -> None:
         """If the payload has started a Ray cluster itself, and this causes a problem, warn in the Dagster log, once.
 
-        `find_own_ray` decides. `node` has the resources that are granted on this node.
+        `find_own_ray` finds the Ray cluster and decides about the warning. `node` has the resources granted on this node.
         """
         warning = None if self._warned else find_own_ray(self.run_dir, node, self.spec.uses_ray, max_age=1.0)
         if warning is not None:
@@ -342,7 +346,7 @@ class Payload:
     def received(self, awaited: Awaited) -> None:
         """Handle an event for which the `end` record may wait, such as the rest of the output.
 
-        The timer of an event calls this method too: after its time, the `end` record waits for the event no longer.
+        If the event does not come in time, a timer calls this method instead, and the `end` record stops waiting for the event.
         """
         self.safely(lambda: self._go_on(self.ending.received(awaited)))
 
@@ -412,9 +416,10 @@ class Payload:
 
     @property
     def _failed_by_itself(self) -> bool:
-        """Whether the payload failed for a reason that Ray's logs may explain: its exit, or a failure of its Ray cluster.
+        """Whether the payload failed for a reason that Ray's logs may explain.
 
-        False if it succeeded, or was ended for a reason such as a time limit.
+        There are three such reasons: the process ended with an error or by a signal, the Ray cluster failed, or the payload
+        waited for resources that its Ray cluster can never grant. False if the payload succeeded or reached its time limit.
         """
         end = self.ending.result
         return end is not None and (end.reason in _EXPLAINED_BY_RAY or (end.reason == EndReason.EXIT and end.exit_code != 0))

@@ -282,7 +282,7 @@ def shadowed_module(directory: str, modules: Dict[str, Optional[str]]) -> Option
 
 
 def changed_file(files: FileStates) -> Optional[str]:
-    """Returns the path of the first file whose state differs from the state in `files`; None if no file has changed."""
+    """Returns the path of a file whose modification time or size differs from that in `files`; None if no file has changed."""
     return next((path for path, state in files.items() if _file_state(path) != state), None)
 
 
@@ -351,8 +351,8 @@ def run(argv: List[str]) -> None:
 def leave_ray() -> None:
     """Exit handler of a payload: shuts Ray down before Ray's own exit handler would, which sleeps for half a second first.
 
-    Ray sleeps so that the last lines that its workers printed reach this process. So this handler does nothing, and leaves the
-    work to Ray's handler, if a worker has printed a line just now, or if the Ray cluster has several nodes (Ray 2.60).
+    Ray sleeps so that the last lines that its workers printed reach this process. If a worker has printed a line just now, or if
+    the Ray cluster has several nodes, this handler therefore does nothing, and Ray's handler shuts Ray down (Ray 2.60).
     """
     with contextlib.suppress(Exception):  # Another version of Ray: Ray's own exit handler shuts it down.
         ray: Any = sys.modules["ray"]

@@ -104,7 +104,7 @@ class _Process:
 
 @dataclass(eq=False)
 class PreloadServer:
-    """Forks payloads for this runtime from preload processes, of which it keeps one for each set of modules to import.
+    """Keeps one preload process for each set of modules to import, and forks payloads of this runtime from these processes.
 
     Works only on Linux; elsewhere, each payload needs a fresh interpreter.
     """

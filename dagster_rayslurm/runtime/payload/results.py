@@ -1,4 +1,4 @@
-"""The results of a payload: the use of CPU, memory and GPUs on all nodes, and the output files for Dagster."""
+"""Measures a payload's use of CPU, memory and GPUs on all nodes, and finds the output files that Dagster fetches."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ class UsageMeasurement:
             self.note({"type": "usage", "usage": usage, "memory": points[-1][2]})
 
     def _announce_jobs(self) -> None:
-        """Tell the worker nodes to measure the payload, and which Ray jobs belong to the payload.
+        """Send the worker nodes a request to measure the payload; the request names the Ray jobs that belong to the payload.
 
-        Does nothing if the worker nodes know these Ray jobs already. If no other payload uses the Ray cluster, the worker nodes
-        measure all processes of the cluster, and the request names no Ray jobs.
+        Does nothing if the last request named the same Ray jobs. If no other payload uses the Ray cluster, the request names no
+        Ray jobs, and the worker nodes measure all processes of the cluster.
         """
         jobs = None if self.sampler.jobs is None else self.sampler.jobs.job_ids
         if self.workers is not None and (jobs or set()) != self._announced:
@@ -101,7 +101,8 @@ class UsageMeasurement:
     def _collect(self, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> bool:
         """End the measurement on the worker nodes, and request their usage; returns False if there are none, otherwise True.
 
-        Later `done` is called once, with the usage by name of the worker node. Without worker nodes, `done` is never called.
+        Later `done` is called once, with the usage on each worker node, by the name of the node. Without worker nodes, `done` is
+        never called.
         """
         workers, self.workers = self.workers, None
         if workers is not None:

@@ -1,9 +1,9 @@
-"""Lists and kills the processes below this process, runs programs, kills what payloads leave behind, and has the keeper.
+"""Lists, starts and kills processes on this node, and implements the keeper, which cleans up after the runtime.
 
-The keeper (`guard`) is the parent process of a runtime, and cleans up if the runtime is killed. The keeper is a subreaper: when
-the runtime ends, the orphans that it leaves become the keeper's children, and the keeper kills these orphans. If the keeper is
-killed instead, the kernel sends the runtime SIGTERM. In a Slurm job step, the keeper's parent is slurmstepd, Slurm's process for
-the step. If slurmstepd is killed, the keeper sends the runtime SIGTERM, because nothing else would end the runtime.
+The keeper (`guard`) is the parent process of a runtime. The keeper is a subreaper: when the runtime ends, the orphans that it
+leaves become the keeper's children, and the keeper kills these orphans. If the keeper is killed instead, the kernel sends the
+runtime SIGTERM. In a Slurm job step, the keeper's parent is slurmstepd, Slurm's process for the step. If slurmstepd is killed,
+the keeper sends the runtime SIGTERM, because nothing else would end the runtime.
 
 The functions need /proc and prctl of Linux. On other systems (macOS) the functions only use process groups, and find no
 descendants.
@@ -223,7 +223,7 @@ def query_program(loop: Loop, argv: Sequence[str], timeout: float, on_answer: Ca
 
 
 def signal_group(pid: int, signum: int) -> None:
-    """Send a signal to a process group, if the group still exists; `pid` is the id of the group's first process."""
+    """Send a signal to a process group, if the group still exists; `pid` is the process id of the group's leader."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: EPERM when only zombies are left.
         os.killpg(pid, signum)
 
@@ -231,7 +231,7 @@ def signal_group(pid: int, signum: int) -> None:
 def kill_all(pids: Iterable[int]) -> None:
     """Send SIGKILL to the processes `pids`.
 
-    Processes that are gone are ignored, and so are processes that belong to another user (because of `sudo`).
+    Processes that are gone are ignored, and so are processes of another user, such as programs that a payload runs with `sudo`.
     """
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -265,8 +265,9 @@ _LATER_SWEEPS = (1.0, 5.0)
 class StrayProcesses:
     """Kills stray processes on this node: processes of ended payloads that are now children of this process (orphans).
 
-    The payload that started such an orphan ran when the orphan started. So an orphan is stray once all payloads have ended that
-    ran at that time. The environment of an orphan does not tell its payload, because a process may change its environment.
+    A payload that started an orphan was running when the orphan started. So an orphan counts as stray when all payloads that were
+    running at that time have ended. The environment of an orphan does not identify its payload, because a process may change its
+    environment.
     """
 
     def __init__(self, loop: Loop) -> None:

@@ -1,4 +1,4 @@
-"""Makes scratch directories, private directories on the node's own disk with short names, and removes abandoned ones.
+"""Makes and removes scratch directories: private directories with short names on the node's own disk.
 
 The names are short because Ray creates Unix sockets below its temporary directory. The path of a socket may have 107 bytes
 (unix(7)), of which Ray 2.60 needs 68 with the dashboard, so 39 are left.
@@ -103,7 +103,7 @@ def release() -> None:
 
 
 def is_full(path: str) -> bool:
-    """Returns whether the disk of `path` is too full for a scratch directory; False also if the disk does not say."""
+    """Returns whether the disk of `path` is too full for a scratch directory; False also if the free space cannot be read."""
     try:
         return _free_bytes(os.statvfs(path)) < _MIN_FREE_BYTES
     except OSError:
@@ -155,9 +155,10 @@ def _lock(path: str) -> int:
 
 
 def _remove(path: str, lock: Optional[int]) -> None:
-    """Remove the scratch directory `path`, and close `lock`, the file descriptor of its lock; None without a lock.
+    """Remove the scratch directory `path`, and close `lock`, the file descriptor of its lock (None if it is not locked).
 
-    The marker file goes last: `sweep` finds what is left if this process is killed meanwhile, or if a file cannot be removed.
+    The marker file is removed last: if this process is killed before, or if a file cannot be removed, `sweep` still recognizes
+    the directory by the marker file.
     """
     with contextlib.suppress(OSError):
         others = [entry for entry in os.scandir(path) if entry.name != _MARKER]

@@ -1,4 +1,4 @@
-"""Types of messages: how payloads end, commands and events between runtimes, requests to a runtime and answers to requests."""
+"""Defines the values in messages: reasons why payloads end, commands and events between runtimes, requests and refusals."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class TextEnum(str, Enum):
 class EndReason(TextEnum):
     """Why a payload ended: the `reason` in the `end` record, the last line that the runtime writes about a payload.
 
-    On Dagster's side, the module `outcome.verdict` turns the reason into success or a kind of failure. In the separate topology,
-    each component (group of equal nodes) of a heterogeneous job runs a payload and a runtime of its own.
+    On Dagster's side, the module `outcome.verdict` turns the reason into success or a kind of failure. Some reasons concern the
+    separate topology, in which each component (group of equal nodes) of a heterogeneous job has its own payload and runtime.
     """
 
     EXIT = "exit"  # The payload's process ended by itself; `End.exit_code` or `End.signal` says how.
@@ -108,7 +108,7 @@ class NodeEvent(TextEnum):
 
 
 class Operation(TextEnum):
-    """What a client asks a running runtime to do: the value of `op` in the request."""
+    """The operation that a client requests from a running runtime: the value of `op` in the request."""
 
     RUN = "run"  # Run the payload of a run directory.
     WITHDRAW = "withdraw"  # Do not run a payload, even if the request to run the payload arrives after this request.

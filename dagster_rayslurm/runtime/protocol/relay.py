@@ -1,10 +1,10 @@
-"""Carries many connections to ports of one node over one stream of bytes, such as the stream of an `srun`.
+"""Carries many connections to ports of one node over one stream of bytes, such as standard input and output of an `srun`.
 
-The client asks for connections. For each connection, the relay, a process on the node, connects to a port of the node's loopback
-address, and copies the data in both directions. The relay writes `HELLO` first, because a shell or srun may print lines
-before. Then each side sends frames: number of the connection, kind, length, data. The receiver passes the data on, and tells the
-sender how many bytes it has passed on. For each connection, the sender sends at most `WINDOW` bytes ahead of this number, so a
-slow connection does not hold up other connections. The end of the stream ends the relay and all connections.
+The client requests connections. For each connection, the relay, a process on the node, connects to a port of the node's loopback
+address, and copies the data in both directions. The relay begins with `HELLO`; the client skips all bytes before it, such as
+lines of a shell or srun. Then each side sends frames: number of the connection, kind, length, data. The receiver passes the data
+on, and tells the sender how many bytes it has passed on. For each connection, the sender sends at most `WINDOW` bytes ahead of
+this number, so a slow connection does not hold up other connections. The end of the stream ends the relay and all connections.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _LONGEST = 2 * _PIECE  # Most bytes that a frame may have; more is damage.
 
 
 class Kind(IntEnum):
-    """The kind of a frame. A frame is one piece of what the two sides of a `Multiplexer` send; it belongs to one connection."""
+    """The kind of a frame. A frame is a unit of the data that the two ends of the stream exchange, for one connection."""
 
     OPEN = 0  # Connect to the port, which is the frame's data, as text.
     DATA = 1
     END = 2  # The sender sends no more data.
-    CREDIT = 3  # The sender has passed on as many bytes as the data tells, as text.
+    CREDIT = 3  # The sender has passed on this many bytes: the number is the frame's data, as text.
     RESET = 4  # The connection is over, in both directions.
 
 
 class Stream:
     """One of the connections that a `Multiplexer` carries over a single stream of bytes.
 
-    `Multiplexer.open` returns connections that this side opens; `accept` of the multiplexer gets those that the other side opens.
-    `read`, `write`, `end`, `until_reset` and `close` are coroutines.
+    `Multiplexer.open` returns a connection that this side opens. If the other side opens a connection, the multiplexer passes it
+    to its function `accept`. `read`, `write`, `end`, `until_reset` and `close` are coroutines.
     """
 
     def __init__(self, multiplexer: Multiplexer, number: int) -> None:
@@ -70,7 +70,7 @@ class Stream:
         return data
 
     async def write(self, data: bytes) -> None:
-        """Coroutine: send all bytes of `data`; wait while the other side has `WINDOW` bytes that it has not passed on.
+        """Coroutine: send all bytes of `data`; wait while the other side still has to pass on `WINDOW` bytes sent earlier.
 
         Raises ConnectionResetError if the connection is closed in both directions, before or meanwhile.
         """
@@ -159,7 +159,7 @@ class Multiplexer:
     """One side of a stream of bytes (`reader`, `writer`) that carries many connections.
 
     Connections work only while the coroutine `run` is running. When the other side opens a connection, the coroutine function
-    `accept` is started as a task, with the connection and the port that the other side wants. Without `accept`, the multiplexer
+    `accept` is started as a task, with the connection and the requested port as its arguments. Without `accept`, the multiplexer
     ignores such requests.
     """
 
@@ -204,7 +204,7 @@ class Multiplexer:
     async def run(self) -> None:
         """Coroutine: process the frames of the other side until the stream of bytes ends, or until a frame is invalid.
 
-        Then close all connections and the writer, and cancel the tasks of `accept`. Raises nothing for these ends.
+        Then close all connections and the writer, and cancel the tasks of `accept`. Neither of the two ends raises an exception.
         """
         try:
             while True:
@@ -317,7 +317,7 @@ async def _relay() -> None:
 async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lines: bool = False) -> None:
     """Coroutine: serve one client of the relay, over `reader` and `writer`, until the client's stream ends.
 
-    `lines` is True if the client decodes the stream with `read_lines`, because the data travels as text.
+    If `lines` is True, the relay sends its data as text (class `Lines`), which the client must decode with `read_lines`.
     """
     writer.write(HELLO)
     await Multiplexer(reader, Lines(writer) if lines else writer, _connect).run()
@@ -326,10 +326,10 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line
 def main() -> int:
     """Run the relay: carry the connections of one client to ports of this node until the client's stream ends; returns 0.
 
-    The client's stream arrives on standard input, and answers go to standard output. Each connection that the client asks for
-    leads to a port of 127.0.0.1 on this node. The client always sends raw frames. If standard input and output are the same
-    socket, the answers are raw frames too; otherwise they are lines of base64 (`Lines`). The result is the exit code of the
-    process.
+    The client's stream arrives on standard input, and answers go to standard output. For each connection that the client
+    requests, the relay connects to a port of 127.0.0.1 on this node. The client always sends raw frames. If standard input and
+    output are the same socket, the answers are raw frames too; otherwise they are lines of base64 (`Lines`). The result is the
+    exit code of the process.
     """
     asyncio.run(_relay())
     return 0

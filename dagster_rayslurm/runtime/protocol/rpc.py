@@ -322,8 +322,8 @@ class RpcClient(Listener):
     """Keeps a connection with heartbeat to a server, which is at one of several addresses.
 
     After `connect` was called once, the client tries the `addresses` in turn, the likeliest first, until one succeeds, and
-    reconnects after each loss, until `close`. `listener` is told each connection, message and loss. `key` is the secret that both
-    ends know, in hex.
+    reconnects after each loss, until `close`. The client calls the methods of `listener` after each authentication, message and
+    loss. `key` is the secret that both ends know, in hex.
     """
 
     loop: Loop
@@ -445,7 +445,7 @@ def call(
     """
 
     def exchange(line: bytes, limit: int) -> bytes:
-        """Send one line to the session, and return the next line that the session sends."""
+        """Send one line to the session, and return the next line that the session sends, which has at most `limit` bytes."""
         sock.sendall(line)
         answer = lines.readline(limit)
         if not answer.endswith(b"\n"):

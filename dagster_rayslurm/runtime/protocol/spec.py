@@ -1,4 +1,4 @@
-"""Start records: the JSON files by which Dagster's side tells a runtime what to do, as frozen dataclasses.
+"""Defines the start records, the JSON files by which Dagster's side tells a runtime what to do, as frozen dataclasses.
 
 A session is a Slurm job, or without Slurm a process, that keeps running between payloads. The head is the node on which payloads
 start. The Ray cluster's head is on the same node. A heterogeneous job has components: groups of nodes that are alike. In the
@@ -65,7 +65,10 @@ class ComponentSpec:
 
 @dataclass(frozen=True)
 class RaySpec:
-    """How to start a Ray cluster; for CPUs, GPUs and memory, None means what Slurm granted on the node."""
+    """How to start a Ray cluster; for CPUs and GPUs, None means the number that Slurm granted on the node.
+
+    If `object_store_memory` is None, the object store gets a share of the node's memory.
+    """
 
     num_cpus: Optional[int] = None
     num_gpus: Optional[int] = None
@@ -164,7 +167,7 @@ class RuntimeSpec:
     worker_env: Dict[str, str] = field(default_factory=dict)
     # Modules that the preload server imports while the Ray cluster starts, for payloads with the same `preload`.
     preload: List[str] = field(default_factory=list)
-    # A session accepts no payloads in the last seconds of its time limit: in this many, but at most in a tenth of the time.
+    # Seconds before its time limit from which on a session accepts no more payloads; at most a tenth of the time limit counts.
     drain_margin: float = 60.0
     components: List[ComponentSpec] = field(default_factory=list)  # The head's first; empty if all nodes are alike.
     meeting: Optional[BarrierSpec] = None  # The barrier of the separate topology.

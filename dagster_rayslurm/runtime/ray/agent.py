@@ -39,8 +39,8 @@ class NodeAgent:
     """Runs Ray and measures payloads on one node, for one or several Ray clusters.
 
     The head's runtime calls the agent of its own node directly; the agent of a worker node carries out the head's commands
-    (`handle`). The agent of a simulated node is in the head's runtime and on its machine, so it measures only the processes of
-    its own Ray, and looks for no stray processes.
+    (`handle`). The agent of a simulated node runs in the head's runtime. It measures only the processes of its own Ray, and
+    leaves stray processes, which payloads have left behind, to the agent of the head.
     """
 
     loop: Loop
@@ -61,7 +61,7 @@ class NodeAgent:
         self._samplers: Dict[str, UsageSampler] = {}
 
     def pids(self, chosen: Callable[[RayNode], bool] = lambda _: True) -> List[int]:
-        """Returns one process id for each Ray cluster that runs here: that of the common ancestor of its processes on this node.
+        """Returns one process id for each Ray cluster that runs on this node: the id of the common ancestor of its processes.
 
         The result leaves out a Ray cluster if `chosen` returns False for its `RayNode`.
         """
@@ -76,7 +76,8 @@ class NodeAgent:
 
         An earlier `RayNode` of the same Ray cluster is ended. `spec` has the settings of the Ray cluster, and `nodes` is its
         number of nodes when it is complete. `key` is "" for the warm Ray cluster, and the payload's nonce for a payload's own.
-        Raises OSError if no directory can be made for the Ray cluster.
+        `on_event` is called with each report about Ray on this node. Raises OSError if no directory can be made for the Ray
+        cluster.
         """
         before = self.rays.get(key)
         if before is not None:
@@ -91,7 +92,8 @@ class NodeAgent:
     def end_ray(self, key: str) -> None:
         """Kill Ray on this node for the Ray cluster with the key `key`; without such a Ray cluster, do nothing.
 
-        The directory of a payload's own Ray cluster is removed soon after.
+        `key` is "" for the warm Ray cluster, and the payload's nonce for a payload's own. The directory of a payload's own Ray
+        cluster is removed soon after.
         """
         ray = self.rays.pop(key, None)
         if ray is not None:
@@ -107,9 +109,9 @@ class NodeAgent:
     def sampler(self, nonce: str, uses_ray: bool, shared: bool, foreign: Callable[[], List[int]] = list) -> UsageSampler:
         """Begin to measure a payload on this node; returns the sampler, whose `stop` ends the measurement and returns the usage.
 
-        `nonce` is the random name of the payload. All processes of this runtime count, except the processes that `foreign`
-        returns and the Ray clusters of other payloads. `shared` tells whether several payloads share the Ray cluster; then only
-        the Ray jobs of this payload count.
+        All processes of this runtime count, except the Ray clusters of other payloads and the processes whose ids `foreign`
+        returns. `nonce` is the random name of the payload. `uses_ray` tells whether the payload uses a Ray cluster, and
+        `shared` tells whether several payloads share this Ray cluster; then only the Ray jobs of this payload count.
         """
         own = (nonce if nonce in self.rays else "") if uses_ray else None
         ray = None if own is None else self.rays.get(own)
@@ -122,8 +124,8 @@ class NodeAgent:
     def archive_logs(self, key: str, run_dir: str, done: Callable[[Optional[str]], None]) -> None:
         """Archive the logs of a Ray cluster on this node into the run directory `run_dir`, in another process. Does not block.
 
-        `key` is the key of the Ray cluster. `done` is called once, with the file name of the archive, or with None if there are
-        no logs or if the archive cannot be written in time.
+        `key` is "" for the warm Ray cluster, and the payload's nonce for a payload's own. `done` is called once, with the file
+        name of the archive, or with None if there are no logs or if the archive cannot be written in time.
         """
         name = archive_name(named(health.node_name(os.environ), self.machine.component))
         logs = logs_of(self.rays[key].scratch.ray_temp_dir) if key in self.rays else ""
@@ -144,7 +146,7 @@ class NodeAgent:
     def handle(self, command: Message) -> None:
         """Carry out a command of the head (`NodeCommand`) on this worker node; an unknown command is ignored.
 
-        If Ray cannot be started, the head is told.
+        If Ray cannot be started, the agent reports the failure to the head.
         """
         op = command.get("op")
         if op == NodeCommand.START_RAY:
@@ -184,9 +186,9 @@ class NodeAgent:
     def _start_ray(self, command: Message) -> None:
         """Carry out the head's command to start Ray on this node.
 
-        If the command is new, any earlier Ray of this Ray cluster ends first: the head may have another address now. If the head
-        only repeats the command after a reconnection, Ray goes on, and a failure, which the head may have missed, is reported
-        again.
+        If the command is new, any earlier Ray of this Ray cluster ends first: the head may have another address now. If the
+        head only repeats the command after a reconnection, Ray is not started again. A failure is then reported again, because
+        the head may have missed the first report.
         """
         key, attempt = command["cluster"], command["attempt"]
         if key in self.rays and self._attempts[key] == attempt:
@@ -225,11 +227,11 @@ class NodeAgent:
 
 
 def simulate(nodes: WorkerNodes, spec: RuntimeSpec, shares: List[Share], private: Scratch) -> RuntimeSpec:
-    """Add a simulated node to `nodes` for each component but the head's; returns the start record that all components then use.
+    """Add a simulated node to `nodes` for each component but the head's, and return a start record for all components.
 
-    This record is a copy of `spec` with a new secret and without the numbers of CPUs and GPUs that were requested of Slurm.
-    `shares` has the part of this machine that each component gets, the head's first; the shares replace these numbers. `private`
-    is the scratch directory of the runtime.
+    The start record is a copy of `spec` with a new secret and without the numbers of CPUs and GPUs that were requested of
+    Slurm. `shares` has the part of this machine that each component gets, the head's first; the CPUs and GPUs in `shares` count
+    instead. `private` is the scratch directory of the runtime.
     """
     components = [replace(each, asked_cpus=None, asked_gpus=None) for each in spec.components]
     spec = replace(spec, components=components, control_key=os.urandom(32).hex())
@@ -303,9 +305,9 @@ class Worker(Listener):
             self.loop.on_signal(signum, self._signalled)
 
     def run(self) -> None:
-        """Block until the head sends STOP, until the head is lost, or until a signal ends this node.
+        """Block until the head sends STOP, until the head is lost, or until a signal ends this runtime.
 
-        Then kill all processes and clean up.
+        Then kill all processes that this runtime has started, and remove its scratch directory.
         """
         try:
             self._head.connect()
@@ -351,10 +353,10 @@ class Worker(Listener):
             self.loop.call_later(_HEAD_SIGNAL_TIMEOUT, self._leave_component)
 
     def _leave_component(self) -> None:
-        """Called some seconds after a signal: end this runtime, unless the head has sent ENDING.
+        """End this runtime, unless the head has sent the message ENDING. Called some seconds after a signal.
 
-        ENDING means that the head ends too, and sends STOP later. Without ENDING, the head goes on, and Slurm is ending only the
-        component of this node.
+        ENDING means that the head ends too, and sends STOP later. Without ENDING, the head goes on, and Slurm is ending only
+        the component of this node.
         """
         if not self._head_is_ending:
             self._agent.log("its component is being ended, and the head's goes on; ending")

@@ -49,9 +49,9 @@ _HINTS = {
 class Leak(NamedTuple):
     """Something that a payload has left in a Ray cluster: an actor, a placement group, a submitted job or a used resource.
 
-    `key` identifies the leak in later tables, and `message` describes it for the Dagster log. `nonce` is the random name of the
-    payload that has left it; "" if Ray does not know the payload. `since` is the start time of a submitted job, and 0 for other
-    leaks.
+    `key` identifies the leak: a later search of the Ray cluster finds the same leak under the same key. `message` describes the
+    leak for the Dagster log. `nonce` is the random name of the payload that has left it; "" if Ray does not know the payload.
+    `since` is the start time of a submitted job, and 0 for other leaks.
     """
 
     key: str
@@ -61,9 +61,9 @@ class Leak(NamedTuple):
 
 
 def living(tables: Tables) -> List[Leak]:
-    """Returns as leaks what outlives its Ray job: detached actors, placement groups, and jobs of `ray job submit` that still run.
+    """Returns a leak for each detached actor, each placement group and each running job of `ray job submit` in `tables`.
 
-    `tables` is the result of `internals.living_things`.
+    These outlive the Ray job that has created them. `tables` is the result of `internals.living_things`.
     """
     nonces, rows = tables["jobs"], tables["living"]
     return [Leak(row["id"], _HINTS[row["kind"]] % row, nonces.get(row["job"], ""), row["since"]) for row in rows]
@@ -92,8 +92,9 @@ _HEAD = 0  # The id of the head among the nodes of an allocation.
 class RayCluster:
     """A Ray cluster whose head is on this node: starts, watches and ends it. `Membership` decides what happens.
 
-    What others must know, such as that the Ray cluster is up or was lost, is passed to the callback `tell`. The constructor
-    raises OSError if no directory can be made for a payload's own Ray cluster.
+    The callback `tell` is called with each event that concerns the runtime's payloads: the Ray cluster is ready, has lost a
+    node or has failed, or has a line for the Dagster log. The constructor raises OSError if no directory can be made for a
+    payload's own Ray cluster.
     """
 
     head: NodeAgent  # The agent of this node.
@@ -216,13 +217,16 @@ class RayCluster:
     def prestart(self) -> None:
         """Request that Ray starts idle worker processes for the next payload; does nothing before the Ray cluster is ready.
 
-        Ray only does so if the runtime preloads the module `ray`.
+        Ray starts them only in the warm Ray cluster, and only if the runtime preloads the module `ray`.
         """
         if self.ready:
             self._ray.request(prestart=True)
 
     def start(self) -> None:
-        """Begin to start the Ray cluster; `tell` is called later, or during this call, with `Ready` or a `ClusterError`."""
+        """Begin to start the Ray cluster; calls `tell` with `Ready` or a `ClusterError`, later or during this call.
+
+        `tell` is the callback that was passed to the constructor.
+        """
         self.loop.call_later(0.0, self._check_present)
         problem = self._problem(self.head.machine)
         if problem:
@@ -241,7 +245,10 @@ class RayCluster:
         self.head.end_ray(self.key)
 
     def end(self) -> None:
-        """Kill every process of the Ray cluster on this node; afterwards `tell` is not called. The worker nodes are not told."""
+        """Kill all processes of the Ray cluster on this node. The worker nodes get no message.
+
+        `tell`, the callback that was passed to the constructor, is not called again.
+        """
         self.state = replace(self.state, failed=True)
         self._deadline.cancel()
         if self._targets is not None:
@@ -325,9 +332,10 @@ class RayCluster:
             self.tell(self, action)
 
     def _fail_health_check(self, error: ClusterError) -> None:
-        """End the Ray cluster because of a failed health check, and pass the failure `error` to `tell`.
+        """End the Ray cluster because of a failed health check, and call the callback `tell` with a `ClusterError`.
 
-        The message also names the other nodes that have failed their health checks by now.
+        Its message is that of `error`, the first failure, and also names the other nodes that have failed their health checks
+        by now.
         """
         self.end()
         others = [each["node"] for each in self.unhealthy if each != error.unhealthy]

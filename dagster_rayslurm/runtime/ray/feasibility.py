@@ -68,8 +68,8 @@ def feasible(bundles: Iterable[Mapping[str, Any]], strategy: str, nodes: Iterabl
 
     Args:
         bundles: the amounts by resource of each bundle or task; `labels` has its label selector, as Ray writes it.
-        strategy: PACK or SPREAD (the same question, as both are only wishes), STRICT_PACK (all on one node) or STRICT_SPREAD
-            (each on a node of its own).
+        strategy: PACK or SPREAD (with the same result, as Ray follows both only if it can), STRICT_PACK (all on one node) or
+            STRICT_SPREAD (each on a node of its own).
         nodes: the amounts by resource of each node; `labels` has its labels.
 
     Raises:
@@ -203,7 +203,10 @@ _Free = Tuple[int, Tuple[int, ...], Tuple[Tuple[int, ...], ...]]
 
 
 class _Search:
-    """Searches, by backtracking, for a way to put each bundle on a node; of equal nodes and equal bundles only one is tried."""
+    """Searches, by backtracking, for a way to put each bundle on a node.
+
+    Of several equal nodes, only one is tried, and the search never continues twice from the same state.
+    """
 
     def __init__(self, bundles: Sequence[Bundle], nodes: Sequence[Node]) -> None:
         names = sorted({name for bundle in bundles for name, amount in bundle.resources.items() if _units(amount)})
@@ -291,8 +294,8 @@ class _Search:
 def _without(instances: Tuple[Tuple[int, ...], ...], parts: Sequence[int]) -> Iterable[Tuple[Tuple[int, ...], ...]]:
     """Generator that yields, for each way to take the amounts `parts` from a node, what is left of its instances.
 
-    `instances` has, for each resource, the free units of each instance, such as each GPU; so has each result. `parts` has one
-    amount for each resource.
+    `instances` has, for each resource, the free units of each instance, such as each GPU. Each result has the same form.
+    `parts` has one amount for each resource.
     """
     if not parts:
         yield ()
@@ -305,8 +308,9 @@ def _without(instances: Tuple[Tuple[int, ...], ...], parts: Sequence[int]) -> It
 def _taken(instances: Tuple[int, ...], amount: int) -> Iterable[Tuple[int, ...]]:
     """Generator that yields, for each way to take `amount` units of one resource from a node, what is left of its instances.
 
-    `instances` has the free units of each instance, such as each GPU; so has each result, sorted. Whole instances are taken
-    first, and the rest of the amount comes from one other instance. If `amount` cannot be taken, nothing is yielded.
+    `instances` has the free units of each instance, such as each GPU. Each result has the same form, and is sorted. Whole
+    instances are taken first, and the rest of the amount comes from one other instance. If `amount` cannot be taken, nothing is
+    yielded.
     """
     count, part = divmod(amount, _UNIT)
     whole = [each for each in instances if each == _UNIT]

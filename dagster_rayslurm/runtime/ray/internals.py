@@ -200,12 +200,11 @@ def unschedulable(client: Any) -> Dict[str, str]:
 def misfits(state: Any, hostnames: Mapping[str, str]) -> Dict[str, str]:
     """Returns sentences about what waits for resources that the nodes could not grant even if nothing else ran.
 
-    All tasks and actors with the same request have one sentence, and so have all placement groups with the same request. The key
-    of a sentence names the request and the number of living nodes; it does not change with the number of waiting tasks.
+    All tasks and actors with the same request have one sentence, and so have all placement groups with the same request. The
+    key of a sentence names the request and the number of living nodes; it does not change with the number of waiting tasks.
 
-    `state` is a `ClusterResourceState`, a message of Ray's interface for autoscalers. `hostnames` has the host names of the nodes
-    by Ray's id.
-    The function has no side effects.
+    `state` is a `ClusterResourceState`, a message of Ray's interface for autoscalers. `hostnames` has the host names of the
+    nodes by Ray's id. The function has no side effects.
     """
     living = [node for node in state.node_states if node.status != _NODE_DEAD]
     nodes = [Node(dict(node.total_resources), dict(node.labels)) for node in living]
@@ -336,7 +335,11 @@ def _is_shared(actor: Any) -> bool:
 
 
 def can_start_workers() -> bool:
-    """Returns whether `start_workers` works here: this Ray has the RPC, and `grpcio`, a part of `ray[default]`, is installed."""
+    """Returns whether `start_workers` works with the installed packages.
+
+    The function needs Ray's RPC `PrestartWorkers`, which older versions of Ray lack, and the package `grpcio`, a part of
+    `ray[default]`.
+    """
     try:
         _module("grpc")
         _module("ray._private.grpc_utils")

@@ -25,9 +25,10 @@ CLUSTER_READY, UNSCHEDULABLE = "cluster-ready", "unschedulable"
 
 
 class Report(TextEnum):
-    """The kind of a report about Ray on one node: the value of `event`. The comments name the further keys of the reports.
+    """The kinds of reports about Ray on one node.
 
-    Reports come from the process that runs Ray (`node_main`) or from the runtime (`RayNode`, `RayCluster`).
+    A report is a dictionary. Its key `event` has the kind, and the comments name its other keys. Reports come from the process
+    that runs Ray (`node_main`) or from the runtime (`RayNode`, `RayCluster`).
     """
 
     NODES = "nodes"  # Ray's node table has changed; `nodes` is the new one. `ray_version` is Ray's version.
@@ -92,8 +93,8 @@ class Member(NamedTuple):
 class Membership:
     """The immutable state of a Ray cluster while nodes join and get lost.
 
-    For each event, `step` returns the next state and the actions to take. `members` has the worker nodes by node id, and `nodes`
-    is Ray's last node table.
+    For each event, `step` returns the next state and the actions to take. `members` has the worker nodes by node id, and
+    `nodes` is the node table that Ray has reported last.
     """
 
     spec: RaySpec

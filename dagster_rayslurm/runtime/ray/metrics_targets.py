@@ -1,4 +1,4 @@
-"""Writes the addresses of a Ray cluster's metrics for Prometheus: into a file in a directory that outlives the cluster.
+"""Writes the addresses of a Ray cluster's metrics into a file for Prometheus, in a directory that outlives the Ray cluster.
 
 Ray's dashboard lists the addresses in a file of Ray's temporary directory, in the format of `file_sd_configs` (Prometheus
 documentation, "Configuration"; Ray 2.60). The temporary directory is on one node, private, and has another name each time.
@@ -29,7 +29,8 @@ _REFRESH, _LEFT_BEHIND = 60.0, 900.0
 class MetricsTargets:
     """Keeps a file for Prometheus with the addresses of one Ray cluster's metrics up to date, until `stop`.
 
-    If the directory cannot be used, `problem` says why. The constructor also removes files that killed runtimes have left there.
+    The file is in `directory`. If `directory` cannot be used, `problem` says why. The constructor also removes from `directory`
+    the files of killed runtimes.
     """
 
     loop: Loop
@@ -56,7 +57,7 @@ class MetricsTargets:
         self._copy()
 
     def stop(self) -> None:
-        """Remove the file; Prometheus then forgets the cluster."""
+        """Stop updating the file for Prometheus, and remove it. Prometheus then forgets the Ray cluster."""
         self._timer.cancel()
         with contextlib.suppress(OSError):
             os.unlink(self.path)
@@ -82,7 +83,7 @@ class MetricsTargets:
 
 
 def targets(groups: Any, labels: Dict[str, str]) -> str:
-    """Returns the JSON text of a file of targets for Prometheus: those in `groups`, with `labels` added to each group.
+    """Returns the JSON text of a file for Prometheus that has the targets in `groups`, with `labels` added to each group.
 
     `groups` is the parsed content of Ray's own file of targets. Raises TypeError, KeyError or ValueError if it is malformed.
     """

@@ -1,4 +1,4 @@
-"""Ray on one node, as head or worker: directories, arguments and environment for Ray, and the process that runs Ray."""
+"""Runs Ray on one node, as head or worker: makes Ray's directories, arguments and environment, and watches its process."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def start_arguments(
     """Returns the arguments of `ray start` on this node, without the word "start".
 
     `gcs` is "HOST:PORT" of the head that this node joins; None if this node is the head. `address` is this node's address for
-    Ray; None if Ray is to find it. `machine` has what is granted on this node, `chosen` has the ports for Ray, and `temp_dir` is
-    Ray's temporary directory.
+    Ray; None if Ray is to find it. `machine` has the resources that are granted on this node, `chosen` has the ports for Ray,
+    and `temp_dir` is Ray's temporary directory.
     """
     head = ["--head", "--include-dashboard=%s" % ("true" if spec.dashboard else "false")]
     arguments = ["--block", *(head if gcs is None else ["--address=" + gcs])]
@@ -105,11 +105,12 @@ def _scheduled_cpus(spec: RaySpec, machine: NodeResources) -> int:
 
 
 def granted_defaults(machine: NodeResources) -> Dict[str, str]:
-    """Returns environment variables for payloads that start a Ray cluster by `ray.init`: the cluster gets what this node grants.
+    """Returns environment variables with which a Ray cluster that `ray.init` starts gets the resources granted on this node.
 
-    The arguments `num_cpus` and `object_store_memory` of `ray.init` override the variables; `_memory` does not (Ray 2.60). If
-    `ray.init` connects to an existing Ray cluster, the variables have no effect. The number of CPUs is in `PYTHON_CPU_COUNT`
-    (Python 3.13), because Ray counts CPUs as Python does. It is not in `RAY_OVERRIDE_RESOURCES`, which would override `num_cpus`.
+    The variables are for payloads. The arguments `num_cpus` and `object_store_memory` of `ray.init` override them; `_memory`
+    does not (Ray 2.60). If `ray.init` connects to an existing Ray cluster, the variables have no effect. The number of CPUs is
+    in `PYTHON_CPU_COUNT` (Python 3.13), because Ray counts CPUs as Python does. It is not in `RAY_OVERRIDE_RESOURCES`, which
+    would override `num_cpus`.
     """
     env = {"PYTHON_CPU_COUNT": str(machine.num_cpus)}
     if machine.memory_limit is not None:
@@ -121,9 +122,10 @@ def granted_defaults(machine: NodeResources) -> Dict[str, str]:
 
 
 def ray_environment(spec: RaySpec, token_path: str) -> Dict[str, str]:
-    """Returns the environment variables for all processes of a Ray cluster, drivers included: token, and no usage statistics.
+    """Returns environment variables for all processes of a Ray cluster, drivers included.
 
-    `token_path` is the path of the file with the token; it is not used if `spec` disables authentication.
+    The variables set the authentication of `spec`, and disable Ray's usage statistics. `token_path` is the path of the file
+    with the token; it is not used if `spec` disables authentication.
     """
     token = {"RAY_AUTH_TOKEN_PATH": token_path} if spec.auth == "token" else {}
     return {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token" if token else "disabled", **token}
@@ -163,7 +165,7 @@ class ClusterDir(Scratch):
         shutil.rmtree(self.path, ignore_errors=True)
 
     def remove_later(self, loop: Loop, delay: float = _DYING) -> None:
-        """Have the event loop remove the directory after `delay` seconds, and try again later until it is gone.
+        """Have the event loop remove this directory of a Ray cluster after `delay` seconds, and try again later until it is gone.
 
         Processes of Ray that are dying may still write into it.
         """
@@ -184,7 +186,8 @@ class RayNode:
     """Runs Ray on this node for one Ray cluster, as head or worker: starts, watches and ends it.
 
     If Ray does not start for a reason that may pass, such as a taken port, Ray is started again; `_ATTEMPTS` is the largest
-    number of starts. Any other failure, or the failure of the last start, is reported to `on_event` and ends Ray on this node.
+    number of starts. After any other failure, or the failure of the last start, the object ends Ray on this node and calls the
+    callback `on_event` with the failure.
     """
 
     loop: Loop
@@ -217,8 +220,8 @@ class RayNode:
     def start(self, gcs: Optional[str] = None, address: Optional[str] = None) -> None:
         """Run the health checks, if there are any, and then start Ray on this node. Does not wait.
 
-        `gcs` is "HOST:PORT" of the head to join; None on the head. `address` is the head's own address; None if it is not known,
-        and on a worker node, where it is not used. A failure is reported to `on_event`.
+        `gcs` is "HOST:PORT" of the head to join; None on the head. `address` is the head's own address; None if it is not
+        known, and on a worker node, where it is not used. A failure is passed to the callback `on_event`.
         """
         self._gcs, self._address = gcs, address
         checks = (self.spec.health_check or "").splitlines()
@@ -232,8 +235,8 @@ class RayNode:
     def request(self, **request: Any) -> bool:
         """Send a request, such as `request(prestart=True)`, to the program `node_main`, which runs Ray on this node.
 
-        Does not wait. Returns False if the program does not run or cannot take the request now. An answer comes as a report to
-        `on_event`.
+        Does not wait. Returns False if the program does not run or cannot take the request now. An answer is passed later to
+        the callback `on_event`.
         """
         try:
             return self._socket is not None and self._socket.send(json.dumps(request).encode("utf-8") + b"\n") > 0
@@ -241,7 +244,7 @@ class RayNode:
             return False  # The process has ended, or has not read for a while.
 
     def end(self) -> None:
-        """Kill every process of Ray on this node, and give the ports back; afterwards `on_event` is not called."""
+        """Kill every process of Ray on this node, and release its ports. The callback `on_event` is not called again."""
         self._over = True
         self._kill()
         self.ports.release()
@@ -260,9 +263,9 @@ class RayNode:
         return {"ray start": self._log, **{name: os.path.join(logs, name) for name in _LOGS}}
 
     def _run_checks(self, checks: List[str]) -> None:
-        """Start the built-in health checks `checks`, without waiting; when all have passed, the next step is `_run_command`.
+        """Start the built-in health checks `checks`, without waiting; when all have passed, call `_run_command`.
 
-        If a check fails, Ray is not started, and the failure is reported to `on_event`.
+        If a check fails, Ray is not started, and the failure is passed to the callback `on_event`.
         """
         # Local mode gives components GPUs that are simulated; nobody can check those.
         simulated = self.cluster.simulate or (self.shared is None and self.machine.component is not None)
@@ -298,7 +301,7 @@ class RayNode:
     def _run_command(self) -> None:
         """Start the next shell command of the user's health check, without waiting; after the last one, start Ray.
 
-        If a command fails, Ray is not started, and the failure is reported to `on_event`.
+        If a command fails, Ray is not started, and the failure is passed to the callback `on_event`.
         """
         if not self._commands:
             return self._choose_address()
@@ -320,7 +323,11 @@ class RayNode:
         self._fail(why, unhealthy={"node": health.node_name(os.environ), "check": check, "found": found})
 
     def _choose_address(self) -> None:
-        """Choose the address that Ray uses on this node, and start Ray; if there is none, report a failure to `on_event`."""
+        """Choose the address that Ray uses on this node, and start Ray.
+
+        If there is no address, for example because the configured network interface does not exist, Ray is not started, and the
+        failure is passed to the callback `on_event`.
+        """
         try:
             if self._gcs is None and self.spec.node_ip_address:
                 self._address = self.spec.node_ip_address
@@ -391,7 +398,11 @@ class RayNode:
             self.pid = self.loop.spawn(argv, on_exit, env=env, preexec_fn=processes.die_with_parent(), **streams, **options)
 
     def _daemon_environ(self, environ: Mapping[str, str]) -> Dict[str, str]:
-        """Returns a copy of `environ` with the variables that Ray's daemons on this node get; Ray's workers inherit them."""
+        """Returns the environment variables for Ray's daemons on this node, from which Ray's workers inherit them.
+
+        The result is a copy of `environ` with the directory of this Python at the start of PATH, and with the variables of the
+        start record (`worker_env`) and of the field `environ`.
+        """
         # The command of a job that `ray job submit` starts finds the environment's `python`, as payloads do.
         path = os.pathsep.join([os.path.dirname(sys.executable), environ.get("PATH", os.defpath)])
         wanted = {**environ, "PATH": path, **self.runtime.worker_env, **self.environ}

@@ -16,10 +16,7 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True)
 class ComponentAddress:
-    """Where one component is: its first node, all its nodes, and its Ray cluster.
-
-    All payloads get these facts of all components.
-    """
+    """The nodes and the addresses of one component; every payload gets those of all components."""
 
     host: str  # Host name of the component's first node.
     address: str  # Network address of the first node.
@@ -29,7 +26,7 @@ class ComponentAddress:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a component's payload ended, as the runtimes of the components tell each other."""
+    """How a component's payload ended; a part of the `ComponentState` that the component's runtime sends to the host."""
 
     failure: Optional[str]  # Why the payload failed; None for success.
     exit_code: int
@@ -69,9 +66,10 @@ class _Member:
 class Barrier:
     """The states of all components, kept by the host; the attribute `state` is the `RunState` that follows from them.
 
-    `components` are the names of all components, the host's first. The run fails if not all components are ready `patience`
-    seconds after `now`. A guest that lost its connection has `grace` seconds to reconnect. After a failure, the host waits
-    `grace` seconds for guests that have never connected. All times are from one monotonic clock. This class sends no messages.
+    `components` are the names of all components, the host's first. `now` is the time of creation: the run fails if not all
+    components are ready `patience` seconds later. A guest that lost its connection has `grace` seconds to reconnect. After a
+    failure, the host waits `grace` seconds for guests that have never connected, so that it can inform them of the failure. All
+    times are from one monotonic clock. This class sends no messages.
     """
 
     def __init__(self, components: Sequence[str], patience: float, grace: float, now: float) -> None:
@@ -128,9 +126,10 @@ class Barrier:
         self.tick(now)
 
     def tick(self, now: float) -> None:
-        """Let components fail that did not connect or reconnect in time, and finish the run when all payloads have ended.
+        """Apply the deadlines at the time `now`, and mark the run as finished when the payloads of all components have ended.
 
-        The host must call this method at intervals, because deadlines pass without an event.
+        The run fails if not all components are ready in time, or if a guest did not connect or reconnect in time. The host must
+        call this method at intervals, because deadlines pass without an event.
         """
         if not self.state.places and now >= self._start_by:
             self._fail(self._host, self._why_not_started(), 1, now)

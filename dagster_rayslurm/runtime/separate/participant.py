@@ -34,10 +34,10 @@ _LEAVE_TIMEOUT = 5.0
 
 @dataclass(eq=False)
 class Participant(Listener, ABC):
-    """The part that one component's runtime takes in the barrier: a `Host` or a `Guest`.
+    """Represents one component's runtime at the barrier; each participant is a `Host` or a `Guest`.
 
-    It delays the start of the component's payload until all components are ready, and the end of the runtime until all payloads
-    have ended. It joins the barrier when it is created.
+    The participant delays the start of the component's payload until all components are ready, and the end of the runtime until
+    all payloads have ended. The participant joins the barrier when it is created.
     """
 
     supervisor: Supervisor
@@ -88,8 +88,9 @@ class Participant(Listener, ABC):
         self._report()
 
     def watch(self, payload: Payload) -> None:
-        """Set the payload of this component, whose end is then reported to the barrier, and which keeps `run_dir` fresh.
+        """Set the payload of this component; when the payload ends, the participant reports its end to the barrier.
 
+        Until then, the payload keeps the modification time of `run_dir` recent, so that cleanup does not remove this directory.
         Must be called before the event loop runs.
         """
         self.payload = payload
@@ -97,10 +98,10 @@ class Participant(Listener, ABC):
         payload.on_ended.append(lambda: self.tell(ended=_end_of(payload)))
 
     def may_start(self, payload: Payload) -> bool:
-        """Returns whether the payload may start, which is so once all components are ready; called by the supervisor.
+        """Returns whether the payload may start, which is True when all components are ready; called by the supervisor.
 
-        The first call reports to the barrier that this component is ready. While the result is False, the participant has the
-        supervisor ask again when all components are ready.
+        The first call reports to the barrier that this component is ready. If the result is False, the participant makes the
+        supervisor call this method again when all components are ready.
         """
         if self.mine.place is None:
             others = ["component %r" % each for each in self.spec.components if each != self.spec.component_id]
@@ -157,7 +158,7 @@ class Participant(Listener, ABC):
 
 
 class Host(Participant):
-    """The participant of the first component: it keeps the `Barrier`, and tells the guests the state of the run.
+    """The participant of the first component: it keeps the `Barrier`, and sends the state of the run to the guests.
 
     Its exit code is that of the first failure in any component, or 0.
     """
@@ -257,9 +258,9 @@ class Guest(Participant):
             self._give_up_at = min(self._give_up_at, self.loop.now() + self.spec.grace)
 
     def interrupted(self, signum: int) -> None:  # noqa: ARG002
-        """Handle a signal that this runtime has received after the end of its payload: tell the host, and end this runtime.
+        """Handle a signal that this runtime has received after the end of its payload: inform the host, and end this runtime.
 
-        With the runtime, the component's Ray cluster ends.
+        The component's Ray cluster ends together with the runtime.
         """
         self.tell(left=True)
         self.loop.stop()

@@ -29,7 +29,7 @@ class Relays(Listener):
     """Lets clients reach the dashboard of a Ray cluster: each client that knows the secret key gets a relay.
 
     A relay is a process on this node, the head node, that carries the client's connections to ports of this node. In a Slurm
-    allocation, the first call of `access` opens the TCP port on which clients ask for relays. Without Slurm, clients need no
+    allocation, the first call of `access` opens the TCP port on which clients request relays. Without Slurm, clients need no
     relay.
     """
 
@@ -47,7 +47,7 @@ class Relays(Listener):
         """Returns the record that tells clients how to reach the dashboard of `cluster`.
 
         Without Slurm, clients connect to the dashboard directly; in a Slurm allocation, through a relay. Raises OSError if no
-        port is free on which clients could ask for relays.
+        port is free on which clients could request relays.
         """
         own = ClusterAccess(self.spec.cluster_id, self.hostname, cluster.dashboard_port, cluster.token, os.getpid())
         here = self.allocation

@@ -265,9 +265,10 @@ def lay_out(run_dir: str, files: Mapping[str, str]) -> None:
 
 
 def _was_accepted(run_dir: str) -> bool:
-    """Whether this or another session has already accepted the payload of `run_dir`: its journal is not empty then.
+    """Whether this or another session has already accepted the payload of `run_dir`.
 
-    False if the journal cannot be read.
+    The runtime that accepts a payload writes into its journal, so the result is True if the journal is not empty. It is False
+    if the journal cannot be read.
     """
     with contextlib.suppress(OSError):
         return os.path.getsize(os.path.join(run_dir, JOURNAL)) > 0

@@ -146,8 +146,8 @@ class Supervisor:
     def unhealthy(self) -> List[Unhealthy]:
         """The nodes that failed a health check, each as a dictionary with `node`, `check` and `found`.
 
-        With a warm Ray cluster, these are nodes of this cluster. Otherwise they are nodes of the payload's own Ray cluster whose
-        failed health check made the session drain; the list is empty if there was no such Ray cluster.
+        With a warm Ray cluster, these are nodes of this cluster. Otherwise, these are the nodes because of which the session
+        drains: they failed the health check of a payload's own Ray cluster. The list is empty if there are no such nodes.
         """
         return self._unhealthy if self.cluster is None else self.cluster.unhealthy
 
@@ -223,8 +223,8 @@ class Supervisor:
     def drain(self, why: str) -> None:
         """Accept no more payloads from now on, and end the runtime when the present payloads have finished. Does not block.
 
-        Waiting payloads still run. `why` is the reason for clients and for the payloads' logs. If the runtime accepts no payloads
-        already, do nothing.
+        Waiting payloads still run. `why` is the reason for clients and for the payloads' logs. If the runtime already refuses
+        new payloads, the call has no effect.
         """
         if self.queue.closing is None:
             self.queue = replace(self.queue, draining=why)
@@ -246,8 +246,9 @@ class Supervisor:
     def settle(self) -> None:
         """If this runtime has no payload, end it, at once or later; if it has a payload, do nothing.
 
-        An open session ends after its idle timeout, unless a payload comes before; `Queue.settled` decides this. Must be called
-        after each change that may leave the runtime without payloads.
+        A session that accepts payloads ends after its idle timeout, unless a payload comes before. A runtime without idle
+        timeout whose first payload has not come yet goes on. `Queue.settled` decides this. Must be called after each change
+        that may leave the runtime without payloads.
         """
         self.queue, then = self.queue.settled(self.loop.now())
         what, delay = then or (None, 0.0)
@@ -368,7 +369,7 @@ class Supervisor:
     def _begin(self, payload: Payload) -> None:
         """Begin a payload whose turn it is: start its process, or first its own Ray cluster if it gets one.
 
-        In the second case, `_start` starts the process later, when the Ray cluster is up.
+        If the payload gets its own Ray cluster, `_start` starts the process later, when this Ray cluster is up.
         """
         self.agent.strays.begin(payload.spec.nonce)
         if not self._is_fresh(payload.spec):
@@ -488,8 +489,8 @@ class Supervisor:
     def _lose_cluster(self, cluster: RayCluster, payloads: List[Payload], error: ClusterError) -> None:
         """Handle the failure `error` of a Ray cluster that did not start or was lost: end its `payloads`.
 
-        If it is the warm Ray cluster, the runtime ends too; but a runtime that is already ending does nothing. If it is a
-        payload's own Ray cluster whose nodes failed a health check, and `leaves_unhealthy` is True, a session drains.
+        If it is the warm Ray cluster, the runtime ends too; but a runtime that is already ending does nothing. If nodes of a
+        payload's own Ray cluster failed a health check, and the payload's setting `leaves_unhealthy` is True, a session drains.
         """
         is_warm, end = cluster is self.cluster, End(error.reason, str(error))
         if is_warm and self.queue.ending is not None:
@@ -531,8 +532,8 @@ class Supervisor:
     def _report_memory(self, message: str, killed: bool) -> None:
         """Write `message`, which says that a node is nearly out of memory, to the logs of all running payloads.
 
-        `killed` is True if a Ray worker was killed for it; the number of killed workers is part of each running payload's `end`
-        record.
+        `killed` is True if a Ray worker was killed to free memory. The number of killed workers is part of the `end` record of
+        each payload that ran then.
         """
         for payload in self._running:
             payload.phase("memory", message)
@@ -542,9 +543,10 @@ class Supervisor:
     # ---- Facts
 
     def _context(self, payload: Payload, cluster: Optional[RayCluster]) -> Dict[str, Any]:
-        """Returns facts for the `end` record of a payload, as a dictionary for JSON: host, Python, granted nodes and Ray cluster.
+        """Returns facts for the run record of a payload, as a dictionary for JSON: host, Python, granted nodes and Ray cluster.
 
-        `cluster` is the Ray cluster that the payload uses; None for a payload without Ray.
+        The run record has the dictionary in its `context` and `end` lines. `cluster` is the Ray cluster that the payload uses;
+        None for a payload without Ray.
         """
         context: Dict[str, Any] = {
             "hostname": self.machine.hostname,
@@ -564,7 +566,12 @@ class Supervisor:
         return context
 
     def _payload_environ(self, environ: Dict[str, str]) -> Dict[str, str]:
-        """Returns `environ` with variables that limit a payload to this node's granted CPUs and GPUs; those in `environ` win."""
+        """Returns `environ` with variables that limit a payload to its share of this node.
+
+        In a Slurm allocation, the variables limit the CPUs and the memory of a Ray cluster that the payload starts by
+        `ray.init`; `environ` takes precedence over them. In local mode with simulated resources, the variables limit the GPUs
+        to those of the head's share, and take precedence over `environ`.
+        """
         if self.allocation is not None:
             environ = {**granted_defaults(self.machine), **environ}
         own = {**environ, **(self._shares[0].environ if self._shares else {})}  # Payloads see the GPUs of the head's component.

@@ -52,8 +52,9 @@ def signal_number(name: str) -> Optional[int]:
 class TimeLimit:
     """The time limit of a Slurm job: finds out when the job reaches the limit, and calls functions at given times before that.
 
-    `start` begins to find out the limit, from the variable SLURM_JOB_END_TIME, which newer versions of Slurm set, otherwise from
-    squeue. Nothing blocks: the event loop calls the functions.
+    `start` begins to find out the limit. If the job has just started, is not heterogeneous and has the variable
+    SLURM_JOB_END_TIME, which newer versions of Slurm set, this variable has the limit. Otherwise squeue is run. Nothing blocks:
+    the event loop calls the functions.
     """
 
     loop: Loop
@@ -68,10 +69,10 @@ class TimeLimit:
         return None if self._end is None else self._end - self.loop.now()
 
     def start(self) -> None:
-        """Begin to find out the time limit; `known` is called once with the seconds left, in this call or later.
+        """Begin to find out the time limit; the callback `known` is called once with the seconds left, in this call or later.
 
-        If squeue cannot be run, `unknown` is called with the reason instead. While squeue prints no limit, it is run again at
-        intervals.
+        If squeue cannot be run, the callback `unknown` is called with the reason instead. Both callbacks were passed to the
+        constructor. While squeue prints no limit, it is run again at intervals.
         """
         start, end = (os.environ.get("SLURM_JOB_%s_TIME" % name, "") for name in ("START", "END"))
         # These are times of the controller's clock. This node's clock agrees with it if the job has just started.
@@ -133,8 +134,9 @@ class TimeLimit:
 def watch(supervisor: Supervisor, job_id: str) -> None:
     """Arrange what happens before a Slurm job's time limit, and return at once; the event loop does the rest.
 
-    Payloads get the signal `warn_signal` if `warn_before_limit` is set. A session first accepts no more payloads, and ends its
-    payloads shortly before the limit. If the limit cannot be found out, the payloads' logs say so.
+    If the runtime's start record has `warn_before_limit`, payloads get the signal `warn_signal` this many seconds before the
+    limit. A session first accepts no more payloads, and ends its payloads shortly before the limit. If squeue cannot be run, or
+    if the signal does not exist, the payloads' logs say so.
     """
     spec = supervisor.spec
     signum = signal_number(spec.warn_signal)
