@@ -110,11 +110,11 @@ class _Look:
         self.place = "the cluster"
 
     def result(self, known: list[str]) -> Any:
-        """Call `operations.look` in a thread, wait for the thread, and return the result or raise the exception.
+        """Returns what `operations.look` finds: the submitted runs that have ended; raises its exception if it fails.
 
-        Raises `concurrent.futures.TimeoutError` after `_LOOK_TIMEOUT` seconds. The thread then goes on; the next call of this
-        method starts no thread, but waits for this thread and returns its result. `known` has the names of the runs that the
-        sensor has reported before.
+        `known` has the names of the runs that the sensor has reported before; they are left out. The search runs in a thread. If
+        it takes longer than `_LOOK_TIMEOUT` seconds, the method raises `concurrent.futures.TimeoutError`, and the thread goes on:
+        the next call waits for this thread, and returns its result, which belongs to the earlier `known`.
         """
         if self._pending is None:
             self._pending = Future()

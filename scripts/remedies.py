@@ -122,7 +122,6 @@ REMEDIES = {
     "key of the host, and set it as `host_key`",
     "its host key is not the one in …; somebody may be listening in, so nothing was sent: ask the site, and if the key was "
     "renewed, remove the old line…": "ask your administrators; if they renewed the key, remove the old line from the file",
-    "… is a public key, and no agent has its private key; …": "do one of the two things that the message names",
     "no answer within … s": "check `host` and `port` as seen from the jump host",
     "no cipher or key exchange in common (…); the server is too old or too new": 'use `client="openssh"`, or ask your '
     "administrators to update the server",

@@ -157,7 +157,7 @@ def state_counts(counts: Counts) -> Counter[str]:
 
 
 def _nodes(answer: Any) -> tuple[Node, ...]:
-    """Returns the nodes in the answer to the query "nodes": the head node first, then living nodes, then dead nodes."""
+    """Returns the nodes of a Ray cluster from the dashboard's JSON: the head node first, then living nodes, then dead nodes."""
     found = []
     for row in answer["data"]["summary"]:
         raylet = row.get("raylet") or {}

@@ -138,9 +138,9 @@ class Backend(Protocol):
     def start(self, plan: Any, run_dir: str, context: PipesContextData, step: Step, register: Register, /) -> object:
         """Create the run directory and start the plan's runtimes; if `step.reattached` is True, continue the runtimes that exist.
 
-        Does not wait for the end of the payloads. Calls `register` with each payload as soon as its runtime was started. Returns
-        the payload; a backend for `Plans` returns None. Raises StartError if a payload cannot be started, and OSError if the
-        machine or cluster cannot be reached or written to.
+        Does not wait for the end of the payloads. Calls `register` with each payload as soon as its runtime has started. Returns
+        the payload if `plan` is a single `Plan`; if it is `Plans`, one for each component, returns None. Raises StartError if a
+        payload cannot be started, and OSError if the machine or cluster cannot be reached or written to.
         """
 
     def example(self, plan: Any, /) -> str:

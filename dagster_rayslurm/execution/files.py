@@ -59,7 +59,7 @@ def _download(connection: Connection, source: str, target: str, timeout: float) 
 
 
 def missing_output_warnings(end: Record, succeeded: bool) -> list[str]:
-    """Returns sentences that warn of output that was not recorded, and of output files that were not copied; [] without any.
+    """Returns warnings: if a part of stdout or stderr was not recorded, and if output files were not copied; [] if all is there.
 
     `end` is the payload's `end` record. `succeeded` says whether the payload succeeded. If the payload has not succeeded, files
     that do not exist or exceed the size limit get no warning.

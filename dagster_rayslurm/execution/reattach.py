@@ -295,7 +295,7 @@ class Bookmark:
             os.pwrite(self.fd, json.dumps({"where": socket.gethostname(), "offset": offset}).encode().ljust(_BOOKMARK_BYTES), 0)
 
     def remove(self) -> None:
-        """Close and remove the file. Called when no later attempt will continue the payload."""
+        """Close and remove the file of this bookmark. Called when no later attempt will continue to show the payload's output."""
         if self.fd is not None:
             os.close(self.fd)
         self.fd = None

@@ -159,11 +159,11 @@ def _upload(connection: Connection, directory: str, bundle: Bundle, progress: Pr
 def _make(
     connection: Connection, base: str, path: str, function: Callable[..., None], *content: object, more: float = 0.0
 ) -> None:
-    """Make the runtime or a bundle at `path` on the cluster: call `function` of the module `edge.base_directory` there.
+    """Create the file of the runtime's program, or the directory of a bundle, at `path` on the cluster.
 
-    The arguments of `function` are the directory of `path`, the last part of `path`, and the items of `content`. `base` is the
-    base directory, which error messages name. The call may take `_UNPACK_TIMEOUT` plus `more` seconds. Raises OSError if the call
-    fails or takes longer.
+    `function` of the module `edge.base_directory` does the work on the edge node. Its arguments are the parent directory of
+    `path`, the name in this directory, and the items of `content`. Error messages name the base directory `base`. The call may
+    take `_UNPACK_TIMEOUT` plus `more` seconds. Raises OSError if the call fails or takes longer.
     """
     try:
         _call(connection, base, f"making {path}", _UNPACK_TIMEOUT + more, function, *posixpath.split(path), *content)

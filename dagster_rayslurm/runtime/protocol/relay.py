@@ -189,7 +189,7 @@ class Multiplexer:
         return stream
 
     async def send(self, number: int, kind: Kind, data: bytes = b"") -> None:
-        """Coroutine: send a frame of the connection with the number `number`; does nothing once the stream of bytes has ended.
+        """Coroutine: send one frame, which belongs to the connection `number`; does nothing if the common stream has ended.
 
         If sending fails, the stream counts as ended, and all its connections are closed.
         """

@@ -305,7 +305,7 @@ class Worker(Listener):
             self.loop.on_signal(signum, self._signalled)
 
     def run(self) -> None:
-        """Block until the head sends STOP, until the head is lost, or until a signal ends this runtime.
+        """Connect to the head node, and carry out its commands, until it sends STOP or is lost, or a signal ends this runtime.
 
         Then kill all processes that this runtime has started, and remove its scratch directory.
         """

@@ -123,7 +123,7 @@ def fits(bundle: Bundle, node: Node) -> bool:
 
 
 def lacking(bundle: Bundle, node: Node) -> List[str]:
-    """Returns the names of the resources of which `node` has in total less than `bundle` needs; labels do not count."""
+    """Returns the names of the resources of which `bundle` requests more than `node` has when idle; labels are not checked."""
     return [name for name, amount in bundle.resources.items() if _units(amount) > _has(node, name)]
 
 

@@ -143,7 +143,7 @@ class RequestServer(Listener):
             self._announce(self._read(), self._announcement.closing or "it has ended")
 
     def _poll(self) -> None:
-        """Update the announcement file, and call this method again at intervals."""
+        """Update the announcement file, and schedule the next call of this method in the event loop."""
         self._update()
         self._supervisor.loop.call_later(_ANNOUNCEMENT_POLL, self._poll)
 
