@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ARRAY = "array-"  # The directories of arrays in the run directory of their step have names of this text and a number.
 _ENDED, _LOG, _NODE_LOG = ".ended", ".log", "node-0.log"
 _JOURNAL, _OUTPUT = "journal.jsonl", "stdio.jsonl"
-_MOST_JOURNAL = 256 * 1024 * 1024  # Most bytes of the journal of one element. A journal that is cut off here shows no end.
+_MOST_JOURNAL = 64 * 1024 * 1024  # Most bytes of the journal of one element. A journal that is cut off here shows no end.
 MOST_OUTPUT = 256 * 1024  # Most bytes of the output of one element.
 _MOST_LOG = 16 * 1024
 

@@ -171,7 +171,7 @@ def _warn_of_unknown(stem: str, variables: tuple[str, ...]) -> None:
 
 
 def key_path(ssh: SSHLogin) -> str | None:
-    """Returns the path of the configured private key file; None if no key is configured."""
+    """Returns the path of the configured file with a private or public key; None if no key is configured."""
     return os.path.expanduser(ssh.key_path) if ssh.key_path else None
 
 

@@ -147,6 +147,15 @@ def test_a_usual_key_that_cannot_be_read_is_passed_over(
     assert connection.run(["echo", "there"]).stdout == b"there\n"
 
 
+def test_a_public_key_whose_private_key_no_agent_has(
+    connect: Connect, server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    path = f"{Key(tmp_path / 'key').path}.pub"
+    with pytest.raises(ConnectionFailed, match="key.pub is a public key, and no agent has its private key; run ssh-add, or set"):
+        connect(server, "paramiko", key_path=path).run(["true"])
+
+
 NO_KEY = "is not a private key that can be read"
 
 

@@ -112,15 +112,16 @@ def test_nothing_is_asked_where_no_energy_is_measured(
     [
         ("ClusterName=c\nacctgatherenergytype = acct_gather_energy/rapl # yes\n", True),
         ("JobAcctGatherType=jobacct_gather/linux AcctGatherEnergyType=ipmi\n", True),
+        ('AcctGatherEnergyType=rapl\nAcctGatherEnergyType="acct_gather_energy/none"#für niemand\n', False),
         ("# AcctGatherEnergyType=acct_gather_energy/rapl\nAcctGatherEnergyType=acct_gather_energy/none\n", False),
         ("ClusterName=c\n" + "".join(f"NodeName=node{number} CPUs=64\n" for number in range(9999)), False),
     ],
-    ids=["measured", "two settings in a line", "in a comment", "not set, and large"],
+    ids=["measured", "two settings in a line", "set twice", "in a comment", "not set, and large"],
 )
 def test_slurm_conf_spares_slurmctld_the_query(
     conf: str, measured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "slurm.conf").write_text(conf)
+    (tmp_path / "slurm.conf").write_text(conf, "latin-1")
     slurm, answers = Slurm(tmp_path, monkeypatch, "exit 1", "echo 7200000"), []
     slurm.until_idle()
     assert slurm.step.query(answers.append) == measured
@@ -128,8 +129,9 @@ def test_slurm_conf_spares_slurmctld_the_query(
     assert "scontrol" not in slurm.calls.read_text() and answers == [7200000] * measured
 
 
-def test_slurm_conf_that_includes_files_does_not_have_all_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "slurm.conf").write_text("ClusterName=c\n Include more.conf\n")
+@pytest.mark.parametrize("conf", ["ClusterName=c\n Include more.conf\n", None], ids=["include", "a directory"])
+def test_slurm_conf_that_does_not_have_all_settings(conf: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slurm.conf").mkdir() if conf is None else (tmp_path / "slurm.conf").write_text(conf)
     slurm = Slurm(tmp_path, monkeypatch, RAPL, "echo 7200000")
     slurm.until_idle()
     assert slurm.step.query([].append) and slurm.calls.read_text().splitlines()[0] == "scontrol show config"

@@ -114,6 +114,15 @@ def test_memory_is_counted_as_slurmd_does(gather: str, params: str, shared: Shar
     assert memory.memory_accounting(said) == (shared, enforced)
 
 
+def test_memory_is_counted_as_slurm_conf_says() -> None:
+    assert memory.memory_accounting("JobAcctGatherType=cgroup JobAcctGatherParams=OverMemoryKill # both\n") == (
+        Shared.NEVER,
+        True,
+    )
+    assert memory.memory_accounting('jobacctgatherparams="overmemorykill,UsePss"\n') == (Shared.ONCE, True)
+    assert memory.memory_accounting("#JobAcctGatherParams=OverMemoryKill\n") == (Shared.NEVER, False)
+
+
 def test_slurm_that_does_not_answer_enforces_nothing() -> None:
     assert not memory.memory_accounting(None)[1]
 

@@ -197,6 +197,7 @@ def test_a_session_that_is_being_submitted_counts_as_ended(base: Path, monkeypat
     slurm = Slurm(monkeypatch)
     write(base, 1, creator="rayslurm-one\n")
     assert end_all(base) and slurm.did == ["rayslurm-one"]
+    assert not end_all(base), "it is abandoned now"
     slurm.answer = "stuck"
     with pytest.raises(session_listing.StartError, match="job named rayslurm-one may have been submitted"):
         end_all(base)

@@ -1,9 +1,11 @@
 """Labels of elements, limits of a site and an account, the size of the next array, and what the batch script of one has."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from dagster_rayslurm.edge import elements
 from dagster_rayslurm.slurm.accounting import parse_sacct_elements
 from dagster_rayslurm.slurm.arrays import (
     Room,
@@ -46,6 +48,14 @@ def test_an_element_that_runs_again_has_the_row_of_its_own() -> None:
     found = by_element((row.label, row) for row in rows)
     assert {key: each.state for key, each in found.items()} == {(12, 0): "COMPLETED", (12, 1): "RUNNING", (12, 2): "PENDING"}
     assert count_jobs([*rows[::2], rows[3]]) == 3  # Two that wait, and a job of another kind.
+
+
+def test_a_large_journal_of_an_element_is_read_whole(tmp_path: Path) -> None:
+    (tmp_path / "array-1" / "0").mkdir(parents=True)
+    (tmp_path / "array-1" / "0.ended").touch()
+    (tmp_path / "array-1" / "0" / "journal.jsonl").write_bytes(bytes(20 * 2**20) + b"the end")
+    _, [row], data = elements.ended(str(tmp_path), {"1": [[0, 0]]}, {}, 1)
+    assert row[:3] == [1, 0, 20 * 2**20 + 7] and data.endswith(b"the end")
 
 
 def test_limits() -> None:

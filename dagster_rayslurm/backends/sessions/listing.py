@@ -67,8 +67,8 @@ def end_generations(connection: Connection, generations: Iterable[Generation]) -
                 raise StartError(FailureKind.RUNTIME, sentence)
         elif each.job_id is None and each.job_name:
             # The submission was cut off or is under way. If it succeeds, the creator finds this mark and cancels the job.
+            ended = ended or not each.abandoned
             connection.make_dir(os.path.join(each.directory, ABANDONED))
-            ended = True
             if problem := end_named(connection, each.job_name):
                 raise StartError(FailureKind.RUNTIME, problem)
     return ended

@@ -10,11 +10,16 @@ from ..process.processes import query_program
 
 # In each task, slurmd sets SLURM_CONF to the path of slurm.conf (tried with Slurm 22.05 and 24.11), so that most jobs spare
 # slurmctld a query. A file that includes other files does not have all settings. Of a file, only the lines about accounting are
-# printed, because a file may list thousands of nodes, and the output must fit into a pipe.
+# printed, because a file may list thousands of nodes, and the output must fit into a pipe. Exit code 1 of grep means that no line
+# matches; with another one, grep is missing or failed.
 _QUERY = """
-if [ -r "$SLURM_CONF" ] && ! grep -q -i '^[[:space:]]*include[[:space:]]' "$SLURM_CONF"; then
-    grep -i AcctGather "$SLURM_CONF"
-    exit 0
+export LC_ALL=C
+if [ -f "$SLURM_CONF" ]; then
+    grep -q -i '^[[:space:]]*include[[:space:]]' "$SLURM_CONF"
+    if [ $? = 1 ]; then
+        grep -i AcctGather "$SLURM_CONF"
+        [ $? -gt 1 ] || exit 0
+    fi
 fi
 exec scontrol show config
 """
@@ -32,7 +37,8 @@ def query_config(loop: Loop, timeout: float, on_answer: Callable[[Optional[str]]
 def setting(config: Optional[str], name: str) -> str:
     """Returns the value of the setting `name` in `config`, the lines of slurm.conf or the output of `scontrol show config`.
 
-    The result is "" if the setting is missing or has no value, or if `config` is None.
+    The result is "" if the setting is missing or has no value, or if `config` is None. The last of several values counts.
     """
-    match = re.search(r"^[^#\n]*?\b" + name + r"[ \t]*=[ \t]*(\S*)", config or "", re.MULTILINE | re.IGNORECASE)
-    return "" if match is None or match.group(1) == "(null)" else match.group(1)
+    pattern = r"^[^#\n]*?\b" + name + r"[ \t]*=[ \t]*\"?([^\s\"#]*)"
+    values = re.findall(pattern, config or "", re.MULTILINE | re.IGNORECASE)
+    return values[-1] if values and values[-1] != "(null)" else ""
