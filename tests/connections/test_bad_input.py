@@ -152,7 +152,7 @@ def test_a_public_key_whose_private_key_no_agent_has(
 ) -> None:
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     path = f"{Key(tmp_path / 'key').path}.pub"
-    with pytest.raises(ConnectionFailed, match="key.pub is a public key, and no agent has its private key; run ssh-add, or set"):
+    with pytest.raises(ConnectionFailed, match="is a public key, and no agent has its private key; run ssh-add, or set"):
         connect(server, "paramiko", key_path=path).run(["true"])
 
 
