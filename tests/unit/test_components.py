@@ -18,7 +18,7 @@ from dagster_rayslurm import (
     SlurmQueueConfig,
     SlurmResource,
 )
-from dagster_rayslurm.components import arrange, component_specs, merge_launchers, ray_across, request_for
+from dagster_rayslurm.components import arrange, component_specs, merge_launchers, on_one_machine, ray_across, request_for
 from dagster_rayslurm.runtime.protocol.spec import ComponentSpec, NodeSpec, RaySpec
 
 PLAIN = RayLauncher()
@@ -268,3 +268,15 @@ def test_variables_in_components_of_a_call_are_resolved(monkeypatch: pytest.Monk
 def test_an_unknown_topology_is_refused() -> None:
     with pytest.raises(ValueError, match="'star' is not one of 'spanning', 'separate'"):
         ComputeResource(topology="star")
+
+
+def test_simulated_nodes_have_what_launcher_or_queue_asks_for() -> None:
+    nodes = [NodeSpec("launcher", num_cpus=3, num_gpus=1), NodeSpec("queue"), NodeSpec("large"), NodeSpec("nothing")]
+    requested = [
+        ComponentSpec("launcher", asked_cpus=1),
+        ComponentSpec("queue", asked_cpus=2, asked_gpus=4),
+        ComponentSpec("large", asked_cpus=64),
+        ComponentSpec("nothing"),
+    ]
+    found = on_one_machine(RaySpec(components=nodes), requested, cpus=8).components
+    assert [(each.num_cpus, each.num_gpus) for each in found] == [(3, 1), (2, 4), (8, 0), (8, 0)]

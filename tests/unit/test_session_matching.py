@@ -95,6 +95,17 @@ def test_a_warm_cluster_meets_the_fields_of_a_launcher(wanted: dict[str, Any], f
         assert problem and f"RayLauncher.{next(iter(wanted))}=" in problem and "\n" not in problem
 
 
+def test_memory_is_told_in_gigabytes() -> None:
+    problem = misfit(required(RayLauncher(object_store_memory_gb=2.5)), capacity(RayLauncher(**RAY), num_nodes=2))
+    assert problem == "RayLauncher.object_store_memory_gb=2.5 is not what the session has: 2.0"
+
+
+@pytest.mark.parametrize(("wanted", "offered", "fits"), [("4:00:00", "UNLIMITED", True), ("UNLIMITED", "4:00:00", False)])
+def test_a_session_without_a_time_limit(wanted: str, offered: str, fits: bool) -> None:
+    own = replace(required(BashLauncher(), time_limit=wanted), time_limited=True)
+    assert (misfit(own, capacity(BashLauncher(), time_limit=offered)) is None) == fits
+
+
 def test_a_launcher_without_numbers_has_all_that_slurm_grants() -> None:
     assert misfit(required(RayLauncher(num_cpus_per_node=64)), capacity(RayLauncher())) is None
     problem = misfit(required(RayLauncher(num_cpus_per_node=64)), capacity(RayLauncher(), cpus_per_node=8))

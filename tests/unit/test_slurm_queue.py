@@ -20,6 +20,7 @@ from dagster_rayslurm.slurm.shared_queue import (
     SharedQueue,
     SlurmUnanswered,
     fetch_queue,
+    listed_snapshot,
     parse_answer,
     parse_count,
     parse_squeue,
@@ -89,6 +90,12 @@ def test_rows_of_any_name_are_read_back(given_rows: list[QueueRow]) -> None:
 def test_other_output_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="squeue printed"):
         parse_squeue(text)
+
+
+@pytest.mark.parametrize(("code", "out"), [(1, ""), (0, "JOBID PARTITION\n17 compute\n")])
+def test_a_listing_without_an_answer_of_squeue(code: int, out: str) -> None:
+    with pytest.raises(SlurmUnanswered, match=r"^login: "):
+        listed_snapshot("login", code, out, "")
 
 
 def test_numbers_as_slurm_prints_them() -> None:
