@@ -4,10 +4,9 @@ There are three kinds of observations: a snapshot of Slurm's queue (an answer of
 file to which the runtime, this package's program on the nodes, writes what happens in a run); and the exit code of the batch
 script's srun. The functions have no side effects.
 
-A job counts as ended only if squeue shows a terminal state, or if the exit code of srun is known. A job counts as lost only if
-several snapshots in a row, over a minute or more, do not show the job. While squeue gives no answer, there is no snapshot, and no
-job becomes lost. This module lists the states of squeue(1), Slurm 22.05 to 25.05; a job in any other state does not count as
-ended.
+A job counts as ended only if squeue shows a terminal state, or if the exit code of srun is known. A job counts as lost only if no
+snapshot of a minute or more shows the job. While squeue gives no answer, there is no snapshot, and no job becomes lost. This
+module lists the states of squeue(1), Slurm 22.05 to 25.05; a job in any other state does not count as ended.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class JobPhase(TextEnum):
 # Seconds for which a job must be missing from the queue before it counts as lost: ABSENCE for a job that Slurm never requeues,
 # REQUEUE_ABSENCE for a job that Slurm may requeue.
 ABSENCE, REQUEUE_ABSENCE = 60.0, 300.0
-SNAPSHOTS = 2  # Number of snapshots in a row without the job, at least, until it counts as lost.
 
 
 @dataclass(frozen=True)
@@ -93,10 +91,9 @@ class JobWatch:
     # The status of the job in the last snapshot that shows the job; this snapshot began at `reported_at`.
     reported: JobStatus = JobStatus(JobPhase.UNKNOWN)
     reported_at: float = -math.inf
-    # When the first of the newest snapshots that do not show the job began, and the number of these snapshots; None and 0 if the
-    # newest snapshot shows the job. A snapshot that shows an end after which Slurm may requeue the job counts as well.
+    # When the first of the newest snapshots that do not show the job began; None if the newest snapshot shows the job. A snapshot
+    # that shows an end after which Slurm may requeue the job counts as well.
     absent_since: float | None = None
-    absent_snapshots: int = 0
     started_at: float | None = None  # When the run record began; None before.
     exit_code: int | None = None  # Exit code of the batch script's srun; None if it is not known.
 
@@ -129,7 +126,7 @@ class JobWatch:
         if row.state in TERMINAL and not (self.requeue and row.state in MAY_REQUEUE):
             return watch._ended(status)
         watch = replace(watch, reported=status, reported_at=at)
-        return watch._absent(at) if row.state in TERMINAL else replace(watch, absent_since=None, absent_snapshots=0)
+        return watch._absent(at) if row.state in TERMINAL else replace(watch, absent_since=None)
 
     def started(self, at: float) -> JobWatch:
         """Returns a copy that takes into account that the job has started; `at` is the time when the run record began.
@@ -159,8 +156,7 @@ class JobWatch:
 
     def _absent(self, at: float) -> JobWatch:
         since = at if self.absent_since is None else self.absent_since
-        watch = replace(self, absent_since=since, absent_snapshots=self.absent_snapshots + 1)
-        limit = REQUEUE_ABSENCE if self.requeue else ABSENCE
-        if at - since < limit or watch.absent_snapshots < SNAPSHOTS:
+        watch = replace(self, absent_since=since)
+        if at - since < (REQUEUE_ABSENCE if self.requeue else ABSENCE):
             return watch
         return watch._ended(self.reported, JobPhase.ENDED if self.reported.state in TERMINAL else JobPhase.LOST)
