@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -205,6 +206,7 @@ def _parse_text(text: str, is_path: bool) -> tuple[list[str], str | None]:
         _refuse_shell(text)
         script = _existing_file(argv[0]) if argv and argv[0].endswith(".py") else None
     if script is not None:
+        _refuse_other_program(script)
         return ["python", script, *argv[1:]], script
     if not argv:
         return [], None
@@ -214,6 +216,17 @@ def _parse_text(text: str, is_path: bool) -> tuple[list[str], str | None]:
         remedy = f"; if it is on the cluster only, write a list: {command}" if os.path.isabs(argv[0]) else ""
         raise ValueError(f"payload_path: there is no file {argv[0]!r} (looked in {os.getcwd()}){remedy}")
     return argv, None
+
+
+def _refuse_other_program(path: str) -> None:
+    """Raise `ValueError` if a payload's file is a shell script or a binary, which Python cannot run."""
+    with suppress(OSError), open(path, "rb") as file:
+        start = file.read(128)
+        name = os.path.basename(path)
+        if start.startswith(b"\x7fELF"):
+            raise ValueError(f'payload_path: {path} is a binary; write ["./{name}"] and extra_files=["{name}"]')
+        if re.match(rb"#![^\n]*\b(ba|da|k|z|c|tc)?sh\b", start):
+            raise ValueError(f'payload_path: {path} is a shell script; write ["bash", "{name}"] and extra_files=["{name}"]')
 
 
 def _existing_file(text: str) -> str | None:
@@ -239,9 +252,9 @@ def _refuse_shell(text: str) -> None:
             other = ", or load modules in the environment's activate.sh" if bare in _MODULES else ""
             if _ASSIGNMENT.match(bare) or bare == "export":
                 other = ", or pass variables with extra_env"
-            raise ValueError(
-                f'payload_path: {word!r} needs a shell, and no shell runs the payload; write ["bash", "-lc", {text!r}]{other}'
-            )
+            # A login shell may put another Python first in PATH than that of the environment, but only it has `module`.
+            remedy = f'write ["bash", "{"-lc" if bare in _MODULES else "-c"}", {text!r}]{other}'
+            raise ValueError(f"payload_path: {word!r} needs a shell, and no shell runs the payload; {remedy}")
 
 
 # ---- The fields of a call, of a resource, and of both

@@ -24,6 +24,7 @@ from ..access.serve import Service, served
 from ..backends.listing import Entry, Kind, find, json_object, named
 from ..backends.sessions.request import send_request
 from ..edge import slurm
+from ..edge.environment import ACTIVATE
 from ..runtime.protocol.messages import Operation
 from ..runtime.protocol.record import JOURNAL, RUNTIME, STATUS, LineReader
 from ..runtime.protocol.rpc import derive_key
@@ -181,7 +182,7 @@ def _shell(one: Entry, words: Sequence[str], files: _Files) -> list[str]:
         return list(words) or ["bash", "-i"]
     script = files.write(".sh", _environment(one, files).encode("utf-8", "surrogateescape"))
     if words:
-        return ["bash", "-c", '. "$0" && exec "$@"', script, *words]
+        return ["bash", "-c", ACTIVATE, "rayslurm", script, *words]
     return ["bash", "--rcfile", script, "-i"]
 
 

@@ -68,7 +68,7 @@ def look(base: str, places: "Sequence[str]") -> "tuple[str, str, str, list[str]]
             return "", os.path.normpath(path), "", []
         if name and status.st_mode & stat.S_IWGRP:
             with contextlib.suppress(OSError):
-                os.chmod(path, 0o700)
+                files.close_to_others(path)
         elif status.st_mode & (stat.S_IWGRP | stat.S_ISVTX) == stat.S_IWGRP:
             group = name_of(grp.getgrgid, status.st_gid)
     for place in places:
@@ -116,7 +116,7 @@ def install(directory: str, name: str, archive: str, data: bytes) -> None:
             if not _is_ours(target):  # Otherwise another process was faster.
                 raise
     finally:
-        remove(work)
+        files.remove(work)
         if uploaded:
             files.remove(uploaded)
 
@@ -128,7 +128,7 @@ def _is_ours(path: str) -> bool:
 def make_private(directory: str) -> None:
     """Create a directory that only this user can enter; if the directory exists, close it to other users."""
     files.make_dir(directory)
-    os.chmod(directory, 0o700)
+    files.close_to_others(directory)
 
 
 def install_file(directory: str, name: str, data: bytes) -> None:
@@ -138,14 +138,6 @@ def install_file(directory: str, name: str, data: bytes) -> None:
     """
     make_private(directory)
     files.write(os.path.join(directory, name), data, 0o400)
-
-
-def remove(path: str) -> None:
-    """Remove a file, or a directory with all content, even if parts of the content are read-only."""
-    for parent, _, _ in os.walk(path):
-        with contextlib.suppress(OSError):
-            os.chmod(parent, 0o700)
-    files.remove(path)
 
 
 def sweep(base: str, age: float, every: float, jobs: "Sequence[int] | None") -> "list[str]":
@@ -369,6 +361,6 @@ class _Sweep:
         """
         path = self._path(place, now or name)
         with contextlib.suppress(OSError):
-            remove(path)
+            files.remove(path)
         if not os.path.lexists(path):
             self._removed.append(os.path.join(place, name))

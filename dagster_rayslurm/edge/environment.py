@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 _PYTHONS = ("bin/python", "bin/python3", "env/bin/python")
 # File in a prefix that `make` made, with the commands, and the command by which they were run.
 _RECIPE = "rayslurm.json"
-# Shell script that sources the first argument and then runs the command in the other arguments.
-ACTIVATE = '. "$1" && shift && exec "$@"'
+# Script of bash that sources the first argument and then runs the command in the other arguments. The sourced file sees no
+# arguments: conda's `activate` would take them for its own.
+ACTIVATE = 'rayslurm=("$@"); set --; . "${rayslurm[0]}" && exec "${rayslurm[@]:1}"'
 # The program that reports the versions in an environment, and the paths whose change outdates them. It imports none of the
 # packages, and runs in every Python, even one that is too old.
 PROBE = """\
@@ -196,7 +197,10 @@ echo "libc $(getconf GNU_LIBC_VERSION 2>/dev/null)"
 echo "cpu $(sed -n 's/^\\(flags\\|Features\\)[[:space:]]*: *//p' /proc/cpuinfo | head -n 1)"
 program=$1
 shift
-for name in "$@"; do path=$(command -v "$name") && "$path" -I -c "$program"; done
+for name in "$@"; do
+    case $name in "~/"*) name=$HOME/${name#??};; esac
+    path=$(command -v "$name") && "$path" -I -c "$program"
+done
 exit 0
 """
 _PYTHON = """\
@@ -286,7 +290,7 @@ def make(directory: str, key: str, recipe: "Mapping[str, Any]", timeout: float) 
                 said = (error or out).decode("utf-8", "replace")[-1000:].strip()
                 late = "took over {:g} s".format(timeout) if code is None else "ended with exit code {}".format(code)
                 return said or "{} {}".format(os.path.basename(words[0]), late)
-        base_directory.remove(temporary)
+        files.remove(temporary)
         if recipe.get("node_local"):  # The nodes look whether their disks have room for the prefix.
             files.write(os.path.join(prefix, _RECIPE), json.dumps(dict(recipe, bytes=_size(prefix))).encode(), 0o600)
         with contextlib.suppress(FileExistsError):
@@ -296,7 +300,7 @@ def make(directory: str, key: str, recipe: "Mapping[str, Any]", timeout: float) 
     finally:
         os.close(lock)
         if prefix:
-            base_directory.remove(prefix)
+            files.remove(prefix)
 
 
 def _recipe(prefix: str) -> "dict[str, Any]":

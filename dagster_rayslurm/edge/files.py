@@ -1,8 +1,10 @@
 """Operations on files. Paths are absolute."""
 
+import contextlib
 import errno
 import os
 import shutil
+import stat
 
 
 def home() -> str:
@@ -89,13 +91,24 @@ def rename(old: str, new: str) -> None:
     os.rename(old, new)
 
 
+def close_to_others(directory: str) -> None:
+    """Let only this user enter a directory.
+
+    The setgid bit stays: with it, new files belong to the group of the directory, whose disk quota a site may intend for them.
+    """
+    os.chmod(directory, 0o700 | os.stat(directory).st_mode & stat.S_ISGID)
+
+
 def remove(path: str) -> None:
-    """Remove a file, or a directory with all content. A missing path is no error."""
+    """Remove a file, or a directory with all content, even if parts of it are read-only. A missing path is no error."""
     try:
         if not os.path.isdir(path) or os.path.islink(path):
             return os.unlink(path)
         shutil.rmtree(path, ignore_errors=True)  # Another process may remove parts of it as well.
         if os.path.lexists(path):
+            for parent, _, _ in os.walk(path):
+                with contextlib.suppress(OSError):
+                    os.chmod(parent, 0o700)
             shutil.rmtree(path)  # Raises the reason.
     except FileNotFoundError:
         pass

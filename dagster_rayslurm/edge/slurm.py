@@ -157,7 +157,7 @@ def submit(
         if claim and not _claimed(run_dir, claim):
             return TAKEN, b"", b""
         files.make_dir(run_dir)
-        os.chmod(os.path.dirname(run_dir), 0o700)
+        files.close_to_others(os.path.dirname(run_dir))
         answer = files.read(os.path.join(run_dir, JOB_ID), 0, 1024).strip()
         if not answer:
             for name in texts:
@@ -191,7 +191,7 @@ def _claimed(run_dir: str, claim: str) -> bool:
     files.make_dir(session)
     above = [os.path.dirname(os.path.dirname(session)), os.path.dirname(session), session]
     check_owner(*above)
-    os.chmod(above[1], 0o700)
+    files.close_to_others(above[1])
     try:
         os.mkdir(run_dir, 0o700)
     except FileExistsError:

@@ -238,7 +238,9 @@ def _send_commands(connection: Connection, environment: CommandEnvironment, base
     """
     texts = {"activate.sh": activate_script(environment.commands)}
     if environment.python is not None:
-        texts["bin/python"] = f'#!/bin/sh\nexec {shlex.quote(environment.python)} "$@"\n'
+        home = '"$HOME"/' if environment.python.startswith("~/") else ""
+        program = home + shlex.quote(environment.python.removeprefix("~/"))
+        texts["bin/python"] = f'#!/bin/sh\nexec {program} "$@"\n'
     with tempfile.TemporaryDirectory(prefix="rayslurm-") as directory:
         paths = {name: os.path.join(directory, os.path.basename(name)) for name in texts}
         for name, text in texts.items():

@@ -376,12 +376,16 @@ class PayloadRun:
 
         The run directory is kept if some output files were not copied, if the connection is lost, or if `keep_run_dirs` of the
         resource says so. `keep_run_dirs` may ask to keep the run directories of failures only; `verdict` is the verdict on the
-        run. For a run directory on this machine, the result is the path without a host. Raises RunFailure if a later attempt has
-        taken the payload over.
+        run. If output files of a successful run exceed the size limit, or if no file matches a pattern, the run directory has the
+        only copy of the files, and is kept with a warning. For a run directory on this machine, the result is the path without a
+        host. Raises RunFailure if a later attempt has taken the payload over.
         """
         # Over a lost connection the payload may go on, and a retry may take it over.
         lost = any(each.evidence.connection_lost for each in self.payloads.values())
-        remove = not lost and not self.outputs_left and not keeps_run_dir(self.resource, failed=verdict.kind is not None)
+        ends = [each.evidence.end or {} for each in self.payloads.values()]
+        left_out = verdict.kind is None and any(end.get("outputs_left_out") for end in ends)
+        left = self.outputs_left or left_out
+        remove = not lost and not left and not keeps_run_dir(self.resource, failed=verdict.kind is not None)
         if not lost:
             with suppress(OSError):  # A later sweep removes what stays.
                 if self._owner.confirm() and remove:
@@ -393,7 +397,11 @@ class PayloadRun:
         if remove:
             return None
         connection = self.backend.connection
-        return self.run_dir if isinstance(connection, LocalConnection) else f"{connection.place}:{self.run_dir}"
+        kept = self.run_dir if isinstance(connection, LocalConnection) else f"{connection.place}:{self.run_dir}"
+        if left_out:
+            days = self.resource.retention_days
+            self.log.warning(f"[rayslurm] the run directory {kept} keeps the files that were left out for {days} days")
+        return kept
 
     def _followed(self, component: Component, running: RunningPayload, handler: Any) -> FollowedPayload:
         plan = self.plans[component]

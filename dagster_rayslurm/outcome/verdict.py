@@ -254,6 +254,12 @@ _HINTS: Mapping[str, str | Callable[[Mapping[str, Any]], str]] = {
     r"FileNotFoundError: .*No such file or directory: '(?=[^']*[./])[^/']": (
         "a payload has a working directory of its own: name it in extra_files=, or its directory in the launcher's working_dir"
     ),
+    r"can't open file '.*': \[Errno 2\]": (
+        "a script is sent if it is the first word (payload_path='train.py --epochs 3') or in the launcher's working_dir"
+    ),
+    r"PermissionError: \[Errno 13\] Permission denied: '([^/]|/.*/bundles/)": (
+        "directories of working_dir are read-only on the cluster: write into a new directory, or below RAYSLURM_DATA_DIR"
+    ),
     r"SyntaxError: |TypeError: (unsupported operand type\(s\) for \||'(type|ABCMeta)' object is not subscriptable)": _old_python,
     r"Object of type ((u?int|float|complex)\d+|bool_?|ndarray|Tensor) is not JSON": (
         "convert it with .item() or float(), an array with .tolist()"

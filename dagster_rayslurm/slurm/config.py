@@ -16,7 +16,7 @@ AUTO = "auto"  # The partition is chosen when the job is submitted; see `partiti
 
 
 def _check_gpus(value: object) -> Any:
-    typed = re.fullmatch(r"(?:gpu:)?([A-Za-z]\w*):(\d+)", value) if isinstance(value, str) else None
+    typed = re.fullmatch(r"(?:gpu:)?(?!gpu:)(\w[\w.-]*):(\d+)", value) if isinstance(value, str) else None
     if typed:
         raise ValueError(f"{value!r} is not a number; write gpus_per_node={typed[2]} and gpu_type={typed[1]!r}")
     return check_at_least(value, 0)

@@ -15,8 +15,8 @@ PARTITIONS = ("scontrol", "--all", "--oneliner", "show", "partition")
 NODES = ("sinfo", "--all", "--noheader", "--Node", "--format=%R|%N|%t|%C|%m|%G|%f")
 COLUMNS = ("partition", "state", "time limit", "nodes", "usable", "idle", "CPUs", "memory", "GPUs")
 
-# Without a resource's type, `gpu:2`; with sockets, `gpu:a100:4(S:0-1)`.
-_GPU = re.compile(r"gpu(?::(?P<type>[A-Za-z][\w.-]*))?:(?P<count>\d+)")
+# Without a resource's type, `gpu:2`; with sockets, `gpu:a100:4(S:0-1)`. A type may begin with a digit: `gpu:3090:8`.
+_GPU = re.compile(r"gpu(?::(?P<type>[^:,()]+))?:(?P<count>\d+)(?=[(,]|$)")
 _PAIR = re.compile(r"(\w+)=(\S*)")
 # Beginnings of compact states in which a node takes jobs, or will when others end; cloud nodes are started on demand.
 _USABLE = ("idle", "mix", "alloc", "comp", "plnd", "resv")

@@ -72,8 +72,9 @@ def private_dir() -> str:
     if the directory cannot be made, or if other users can access the directory.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    short = 0 < len(runtime) <= _LONGEST_DIR and os.path.isdir(runtime)
-    path = f"{runtime}/rayslurm" if short else f"/tmp/rayslurm-{os.getuid()}"
+    # After `su` or `sudo -E`, the variable names the directory of another user.
+    usable = 0 < len(runtime) <= _LONGEST_DIR and os.path.isdir(runtime) and os.stat(runtime).st_uid == os.getuid()
+    path = f"{runtime}/rayslurm" if usable else f"/tmp/rayslurm-{os.getuid()}"
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:

@@ -36,6 +36,8 @@ _LEFT_OUT = frozenset(
         *(".pytest_cache", ".ruff_cache", ".svn", ".tox", "node_modules"),
     }
 )
+# Prefix of the directory that `dagster dev` makes in the current directory if DAGSTER_HOME is not set (Dagster 1.13).
+_TEMPORARY_HOME = ".tmp_dagster_home_"
 # Entries that mark a directory as a virtual or conda environment. A scan leaves environments out, because they would not work on
 # another machine.
 _ENVIRONMENT_MARKERS = ("pyvenv.cfg", "conda-meta")
@@ -130,7 +132,7 @@ def _ignored(rules: _Rules, name: str, is_dir: bool) -> bool:
     directory, because Ray treats such a link as a directory.
     """
     base = posixpath.basename(name)
-    if base in _LEFT_OUT or base.endswith(".pyc"):
+    if base in _LEFT_OUT or base.endswith(".pyc") or base.startswith(_TEMPORARY_HOME):
         return True
     for kind in IGNORE_FILES:
         below = ((name[len(top) + 1 :] if top else name, spec) for each, top, spec in rules if each == kind)
@@ -428,19 +430,18 @@ def _digest(argument: str, entry: Entry) -> str:
 def _content(argument: str, entry: Entry) -> Iterator[bytes]:
     """Yield the content of a file of a bundle in blocks.
 
-    Raises ValueError if the file cannot be read, is gone, or has another size than `entry`. `argument` is the name of the user's
-    argument that named the file, for the error message.
+    If the file has grown, like a log, only the first `entry.size` bytes count. Raises ValueError if the file cannot be read, is
+    gone, or has become smaller. `argument` is the name of the user's argument that named the file, for the error message.
     """
     try:
         with open(entry.source, "rb", buffering=0) as file:
             left = entry.size
-            while data := file.read(min(left, _BLOCK) or 1):
+            while left:
+                data = file.read(min(left, _BLOCK))
+                if not data:
+                    raise _changed(argument, entry)
                 left -= len(data)
-                if left < 0:
-                    break
                 yield data
-            if left:
-                raise _changed(argument, entry)
     except FileNotFoundError:
         raise _changed(argument, entry) from None
     except OSError as error:

@@ -32,8 +32,9 @@ _AT_ONCE = 8  # Number of files that are sent at once: most files are small, so 
 PROGRESS_INTERVAL = 5.0  # Seconds between two log lines about an upload.
 _LOOK_TIMEOUT = 300.0
 _UNPACK_TIMEOUT = 600.0
-# An archive must be unpacked within `_UNPACK_TIMEOUT` seconds, plus a second for each of these bytes.
-_UNPACKED_PER_SECOND = 1024 * 1024
+# An archive must be unpacked within `_UNPACK_TIMEOUT` seconds, plus a second for so many bytes, and one for so many entries. NFS
+# with synchronous writes creates about a hundred files a second.
+_UNPACKED_PER_SECOND, _ENTRIES_PER_SECOND = 1024 * 1024, 50
 
 
 def place_of(base: str, bundle: Bundle) -> str:
@@ -81,7 +82,8 @@ def install(
             with locked(f"install-{hashlib.sha256(f'{connection.place} {path}'.encode(errors='replace')).hexdigest()[0]}"):
                 if missing(connection, base, [path]):
                     name = _upload(connection, posixpath.dirname(path), bundle, progress)
-                    _make(connection, base, path, base_directory.install, name, b"", more=bundle.size / _UNPACKED_PER_SECOND)
+                    more = bundle.size / _UNPACKED_PER_SECOND + len(bundle.manifest.entries) / _ENTRIES_PER_SECOND
+                    _make(connection, base, path, base_directory.install, name, b"", more=more)
 
 
 def send_files(connection: Connection, base: str, files: Mapping[str, str], progress: Progress) -> None:

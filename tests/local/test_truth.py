@@ -247,8 +247,10 @@ def test_outputs_that_are_not_there_or_too_large_are_warnings(base: Path, script
         ran = run_asset(compute, payload, instance=instance, uses_pipes=False, outputs=["*.png", "large", "small"])
         (stdio,) = (each for each in warnings_of(ran, instance) if "characters of output were not recorded" in each)
         (outputs,) = (each for each in warnings_of(ran, instance) if "outputs left out" in each)
+        (kept,) = (each for each in warnings_of(ran, instance) if "keeps the files that were left out for 14 days" in each)
     assert [path.name for path in ran.completed[0].outputs] == ["small"]
     assert "max_stdio_mb" in stdio and "'*.png'" in outputs and "large (2097152 bytes)" in outputs
+    assert [path.stat().st_size for path in base.glob("runs/*/work/large") if str(path.parents[1]) in kept] == [2**21]
 
 
 def test_leftover_processes_of_a_payload_are_ended(compute: ComputeResource, script: Any) -> None:

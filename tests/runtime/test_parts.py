@@ -190,6 +190,21 @@ def test_the_work_dir_links_sources_and_extra_files(tmp_path: Path) -> None:
     assert not (source / "new.txt").exists()
 
 
+def test_after_a_requeue_a_file_of_the_payload_replaces_the_input(tmp_path: Path) -> None:
+    source, extra, work = tmp_path / "source", tmp_path / "state.json", tmp_path / "work"
+    source.mkdir()
+    (source / "config.ini").write_text("theirs")
+    extra.write_text("begin")
+    one = spec.PayloadSpec(argv=["x"], nonce="n", working_dir=str(source), extra_files=[str(extra)])
+    environment.lay_out_work_dir(str(work), one)
+    for name in ("config.ini", "state.json"):
+        (tmp_path / "new").write_text("mine")
+        (tmp_path / "new").rename(work / name)
+    environment.lay_out_work_dir(str(work), one)
+    assert (work / "config.ini").read_text() == (work / "state.json").read_text() == "mine"
+    assert (source / "config.ini").read_text() == "theirs" and extra.read_text() == "begin"
+
+
 def find_outputs(work_dir: Path, patterns: list[str], max_bytes: int = 50) -> OutputSearch:
     search = OutputSearch(str(work_dir), patterns, max_bytes)
     for _ in search.run():
@@ -236,6 +251,16 @@ def test_inputs_are_no_outputs(tmp_path: Path) -> None:
     (work / "new.png").write_text("y")
     found = find_outputs(work, ["**/*.png", "input.png"])
     assert names(found) == ["new.png"] and "'input.png'" in found.left_out[0]
+
+
+def test_links_among_the_outputs_of_a_payload_are_outputs(tmp_path: Path) -> None:
+    (tmp_path / "epoch3").mkdir()
+    (tmp_path / "epoch3" / "w.pt").write_text("x")
+    (tmp_path / "latest").symlink_to("epoch3")
+    (tmp_path / "last.pt").symlink_to("epoch3/w.pt")
+    (tmp_path / "passwd").symlink_to("/etc/passwd")
+    found = find_outputs(tmp_path, ["last.pt", "latest/*", "passwd"])
+    assert names(found) == ["last.pt", "latest/w.pt"] and found.left_out == ["no file that the payload made matches 'passwd'"]
 
 
 def test_the_archive_has_sub_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

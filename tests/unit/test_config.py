@@ -178,6 +178,7 @@ def test_unknown_keys_are_refused(cls: Any) -> None:
         (lambda: SlurmQueueConfig(time_limit=0), "'0' means no time limit"),
         (lambda: SessionConfig(time_limit="00:00:00"), "'00:00:00' means no time limit"),
         (lambda: SlurmQueueConfig(gpus_per_node="a100:2"), "write gpus_per_node=2 and gpu_type='a100'"),
+        (lambda: SlurmQueueConfig(gpus_per_node="gpu:1g.5gb:2"), "write gpus_per_node=2 and gpu_type='1g.5gb'"),
         (lambda: SlurmQueueConfig(gpus_per_node="two"), "'two' is not a number of at least 0"),
         (lambda: SlurmQueueConfig(num_nodes=0), "at least 1"),
         (lambda: SlurmQueueConfig(extra_sbatch=["-p gpu"]), "'-p gpu' is not a long option"),

@@ -218,6 +218,15 @@ def test_login_slots_limit_simultaneous_logins() -> None:
     assert most[0] == SLOTS
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_a_runtime_directory_of_another_user_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `su` or `sudo -E`, XDG_RUNTIME_DIR is that of the user before."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as runtime:
+        os.chown(runtime, 12345, 12345)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        assert private_dir() == f"/tmp/rayslurm-{os.getuid()}" and not os.listdir(runtime)
+
+
 def test_a_private_directory_that_others_can_access_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as runtime:  # pytest's own paths are too long for control sockets.
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)

@@ -124,6 +124,16 @@ def test_other_places_of_a_python(tmp_path: Path, prefix: Prefix, look: Look, be
     assert look(packed) == Interpreter(f"{packed}/{below}") == resolve_environment(PreDeployedEnvironment(path=str(packed)))
 
 
+def test_a_sourced_file_sees_no_arguments(tmp_path: Path) -> None:
+    """As conda's `activate` takes them for the name of an environment; and it may set arguments of its own."""
+    script = tmp_path / "activate.sh"
+    script.write_text("[ $# = 0 ] || exit 3; set -- mine; export FOUND=yes\n")
+    command = Interpreter(sys.executable, str(script)).start(
+        "-c", "import os, sys; print(os.environ['FOUND'], sys.argv[1:])", "a b", ""
+    )
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "yes ['a b', '']\n"
+
+
 ACTIVATE = """
 echo "loading module python/3.11"; echo '{"python": [2, 7]}'; echo oops >&2
 cat >/dev/null

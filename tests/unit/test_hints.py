@@ -35,6 +35,20 @@ def hint(said: str) -> str:
             "working_dir",
         ),
         ("FileNotFoundError: [Errno 2] No such file or directory: '/data/x.csv' (train.py:3)", ""),
+        (
+            "the payload ended with exit code 2; its standard error ends with: can't open file '/r/work/train.py': [Errno 2] "
+            "No such file or directory",
+            "; a script is sent if it is the first word (payload_path='train.py --epochs 3') or in the launcher's working_dir",
+        ),
+        (
+            "PermissionError: [Errno 13] Permission denied: 'results/a.csv' (train.py:3)",
+            "; directories of working_dir are read-only on the cluster: write into a new directory, or below RAYSLURM_DATA_DIR",
+        ),
+        (
+            "PermissionError: [Errno 13] Permission denied: '/home/me/.dagster_rayslurm/bundles/0a/plots' (train.py:3)",
+            "; directories of working_dir are read-only on the cluster: write into a new directory, or below RAYSLURM_DATA_DIR",
+        ),
+        ("PermissionError: [Errno 13] Permission denied: '/data/x.csv' (train.py:3)", ""),
         ("FileNotFoundError: [Errno 2] No such file or directory: 'ffmpeg' (train.py:3)", ""),
         (
             "TypeError: Object of type float32 is not JSON serializable (train.py:6)",

@@ -53,6 +53,21 @@ def auto(**queue: Any) -> JobRequest:
     return JobRequest("job", "", SlurmQueueConfig(partition="auto", **queue))
 
 
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("gpu:4", {"": 4}),
+        ("gpu:3090:8(S:0-1)", {"3090": 8}),
+        ("gpu:2080ti:8,gpu:4090:2", {"2080ti": 8, "4090": 2}),
+        ("gpu:1g.5gb:7", {"1g.5gb": 7}),
+        ("craynetwork:4,gpu:a100:4(S:0,1),nvme:1", {"a100": 4}),
+    ],
+)
+def test_gpus_of_a_node(gres: str, gpus: dict[str, int]) -> None:
+    (node,) = parse_partitions(PARTITIONS, f"gpu|g1|idle|0/64/0/64|512000|{gres}|(null)\n")[0].nodes
+    assert dict(node.gpus) == gpus
+
+
 BUSY = ("w1|idle|0/16/0/16", "w1|alloc|16/0/0/16"), ("w2|mix|12/4/0/16", "w2|alloc|16/0/0/16")
 
 

@@ -1,6 +1,7 @@
 """Parsing of `payload_path`, and its errors before submission."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,11 @@ def test_a_script_with_arguments_is_sent_to_the_cluster(here: Path) -> None:
 @pytest.mark.parametrize(
     ("payload", "says"),
     [
-        ("cd x && python ok.py", """'cd' needs a shell, .* write ["bash", "-lc", 'cd x && python ok.py']"""),
-        ("module load cuda", "'module' needs a shell, .* or load modules in the environment's activate.sh"),
+        ("cd x && python ok.py", """'cd' needs a shell, .* write ["bash", "-c", 'cd x && python ok.py']"""),
+        (
+            "module load cuda",
+            """'module' needs a shell, .* write ["bash", "-lc", .* or load modules in the env""",
+        ),
         ("EPOCHS=3 python -m train", "'EPOCHS=3' needs a shell, .* or pass variables with extra_env"),
         ("python -m train > log.txt", "'>' needs a shell"),
         ("python -m train 2>&1", "'2>&1' needs a shell"),
@@ -107,3 +111,22 @@ def test_the_variables_for_ray_are_limited_together() -> None:
     with pytest.raises(ValueError, match=r"extra_env: what Ray gets of all variables together has 160,\d+ bytes"):
         plan_of(["true"], RayLauncher(), env=env)
     assert plan_of(["true"], RayLauncher(), env={name: env[name] for name in "ABC"})
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"#!/bin/bash\necho 1\n", 'is a shell script; write ["bash", "step"] and extra_files=["step"]'),
+        (b"#!/usr/bin/env -S sh -e\n", "is a shell script"),
+        (b"\x7fELF\x02\x01", 'is a binary; write ["./step"] and extra_files=["step"]'),
+    ],
+)
+def test_a_file_that_python_cannot_run(content: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / "step").write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        parse_payload(str(tmp_path / "step"))
+
+
+def test_a_python_script_may_have_any_name(tmp_path: Path) -> None:
+    (tmp_path / "step").write_text("#!/usr/bin/env python3\n")
+    assert parse_payload(str(tmp_path / "step")) == ["python", str(tmp_path / "step")]

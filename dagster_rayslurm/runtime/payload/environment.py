@@ -6,6 +6,7 @@ The preset for the network fabric is the set of environment variables that the l
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import zlib
@@ -133,7 +134,8 @@ def lay_out_work_dir(work_dir: str, spec: PayloadSpec) -> None:
         link = os.path.join(work_dir, os.path.basename(source))
         if os.path.islink(link):
             os.unlink(link)  # An extra file replaces the entry of the same name.
-        os.symlink(source, link)
+        with contextlib.suppress(FileExistsError):  # Before a requeue, the payload put a file of its own there.
+            os.symlink(source, link)
 
 
 def find_own_ray(run_dir: str, node: NodeResources, has_cluster: bool, max_age: float) -> Optional[str]:

@@ -139,7 +139,7 @@ class OutputSearch:
                 with contextlib.suppress(OSError):  # The file was removed meanwhile.
                     status = os.stat(path)
                     name = os.path.relpath(path, self.work_dir)
-                    own = os.path.realpath(path) == os.path.join(real_work_dir, name)
+                    own = os.path.realpath(path).startswith(real_work_dir + os.sep)  # Else it is an input, or below one.
                     if own and stat.S_ISREG(status.st_mode):
                         sizes[name] = status.st_size
                         matched = True
