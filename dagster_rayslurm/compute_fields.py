@@ -66,7 +66,7 @@ class ComputeFields(StrictResource):
     require_messages: bool = True
     """Fail a Pipes payload that never opened or never closed Pipes."""
     keep_run_dirs: Annotated[str, choice("all", "failed", "none")] = "failed"
-    """Which run directories are kept: "all", those of "failed" runs, or "none"."""
+    """Which run directories are kept: "all", those of "failed" runs, or "none". One with outputs that were left out is kept."""
     retention_days: Annotated[int, at_least(1, "days")] = 14
     """Days after which kept run directories and outputs are removed, and unused files of sessions and uploads."""
     connection_loss_timeout: Annotated[int, at_least(0, "seconds")] = 86400

@@ -36,6 +36,7 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _SHELL = re.compile(r"\|\|?|&&?|[({})]|(\d*|&)(>>?|<<?<?)\S*|.*[;&]|.*(\$[A-Za-z_({]|`).*", re.DOTALL)
 # Shell commands that load modules or scripts; `activate.sh` of the environment can load modules and scripts instead.
 _MODULES = frozenset({".", "ml", "module", "source"})
+_SHELL_SCRIPT = re.compile(rb"#!\s*(\S*/)?(env\s+(-S\s+)?)?(\S*/)?(ba|da|a|k|z|c|tc|fi)?sh(\s|$)")
 # Shell commands that are not programs, so that no payload can begin with them.
 _BUILTINS = _MODULES | {"alias", "cd", "eval", "exec", "export", "set", "ulimit", "umask", "unset"}
 
@@ -94,6 +95,8 @@ def make_plan(
     # Backends make this request again, with the job's name. Making it here reports mistakes early, and in local mode too.
     parts = component_specs(request_for(components, job_name="rayslurm", comment="")) if components else []
     argv, script = parse_payload(payload_path)
+    if script is not None:
+        _refuse_other_program(script)
     payload = PayloadSpec(
         argv=launcher.command(argv),
         nonce=nonce,
@@ -206,7 +209,6 @@ def _parse_text(text: str, is_path: bool) -> tuple[list[str], str | None]:
         _refuse_shell(text)
         script = _existing_file(argv[0]) if argv and argv[0].endswith(".py") else None
     if script is not None:
-        _refuse_other_program(script)
         return ["python", script, *argv[1:]], script
     if not argv:
         return [], None
@@ -219,14 +221,14 @@ def _parse_text(text: str, is_path: bool) -> tuple[list[str], str | None]:
 
 
 def _refuse_other_program(path: str) -> None:
-    """Raise `ValueError` if a payload's file is a shell script or a binary, which Python cannot run."""
+    """Raise `ValueError` if the file `path` is a shell script or a binary, which Python cannot run."""
     with suppress(OSError), open(path, "rb") as file:
-        start = file.read(128)
-        name = os.path.basename(path)
+        start, name = file.read(256), os.path.basename(path)
+        # pip writes Python scripts that begin as shell scripts, and start Python with `exec`.
+        if _SHELL_SCRIPT.match(start) and b"exec" not in start and not name.endswith(".py"):
+            raise ValueError(f'payload_path: {path} is a shell script; write ["bash", {name!r}] and extra_files=[{path!r}]')
         if start.startswith(b"\x7fELF"):
-            raise ValueError(f'payload_path: {path} is a binary; write ["./{name}"] and extra_files=["{name}"]')
-        if re.match(rb"#![^\n]*\b(ba|da|k|z|c|tc)?sh\b", start):
-            raise ValueError(f'payload_path: {path} is a shell script; write ["bash", "{name}"] and extra_files=["{name}"]')
+            raise ValueError(f"payload_path: {path} is a binary; write [{'./' + name!r}] and extra_files=[{path!r}]")
 
 
 def _existing_file(text: str) -> str | None:
@@ -249,12 +251,13 @@ def _refuse_shell(text: str) -> None:
     for index, word in enumerate(_WORD.findall(text)):
         bare = _QUOTED.sub(_without_literals, word)
         if _SHELL.fullmatch(bare) or (index == 0 and (bare in _BUILTINS or _ASSIGNMENT.match(bare))):
-            other = ", or load modules in the environment's activate.sh" if bare in _MODULES else ""
+            # A login shell has `module`, but may put another Python first in PATH than that of the environment.
+            other = ', with "-lc" for modules, or load them in the environment\'s activate.sh' if bare in _MODULES else ""
             if _ASSIGNMENT.match(bare) or bare == "export":
                 other = ", or pass variables with extra_env"
-            # A login shell may put another Python first in PATH than that of the environment, but only it has `module`.
-            remedy = f'write ["bash", "{"-lc" if bare in _MODULES else "-c"}", {text!r}]{other}'
-            raise ValueError(f"payload_path: {word!r} needs a shell, and no shell runs the payload; {remedy}")
+            raise ValueError(
+                f'payload_path: {word!r} needs a shell, and no shell runs the payload; write ["bash", "-c", {text!r}]{other}'
+            )
 
 
 # ---- The fields of a call, of a resource, and of both

@@ -356,6 +356,8 @@ REMEDIES = {
     "RAYSLURM_DATA_DIR": DATA,
     "…: … would stand in …, which is a file or directory of its own": "rename or leave out one of the two",
     # Warnings
+    "the run directory … keeps the files that were left out for … days": "copy the files from its subdirectory `work`; correct "
+    "`outputs`, or raise `max_outputs_mb`",
     "a session may have accepted the payload, which may run now: see …": "look into the run directory, and end the session with "
     "`rayslurm session stop` if the payload must not run",
     "…; asking again": "do nothing: dagster-rayslurm asks the session again",

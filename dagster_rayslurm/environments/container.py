@@ -280,7 +280,8 @@ def _image_recipe(environment: ContainerEnvironment, mounts: Sequence[_Mount]) -
             raise ValueError(f"the image {path} cannot be read on this machine: {error.strerror or error}") from None
         return Recipe([["sh", "-c", f"{_ROOT} && {made}" if unpacks else _LINK, "sh", piece, PREFIX]], inputs)
     before = [_write({"activate.sh": activate_script(environment.commands)})] if environment.commands else []
-    script = '[ ! -e "$2/activate.sh" ] || . "$2/activate.sh" || exit; ' + f"{_FETCH[runtime]} && {made}"
+    activate = '[ ! -e "${words[1]}/activate.sh" ] || . "${words[1]}/activate.sh" || exit'
+    script = f'words=("$@"); set --; {activate}; set -- "${{words[@]}}"; {_FETCH[runtime]} && {made}'
     return Recipe(
         [*before, ["bash", "-c", script, "bash", image if "://" in image else f"docker://{image}", PREFIX]], lambda: None
     )

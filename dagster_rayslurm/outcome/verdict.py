@@ -257,7 +257,7 @@ _HINTS: Mapping[str, str | Callable[[Mapping[str, Any]], str]] = {
     r"can't open file '.*': \[Errno 2\]": (
         "a script is sent if it is the first word (payload_path='train.py --epochs 3') or in the launcher's working_dir"
     ),
-    r"PermissionError: \[Errno 13\] Permission denied: '([^/]|/.*/bundles/)": (
+    r"PermissionError: \[Errno 13\] Permission denied: '(?!\./)([^/'][^']*[./]|/.*/bundles/[0-9a-f]{32}/)": (
         "directories of working_dir are read-only on the cluster: write into a new directory, or below RAYSLURM_DATA_DIR"
     ),
     r"SyntaxError: |TypeError: (unsupported operand type\(s\) for \||'(type|ABCMeta)' object is not subscriptable)": _old_python,

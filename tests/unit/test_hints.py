@@ -45,10 +45,12 @@ def hint(said: str) -> str:
             "; directories of working_dir are read-only on the cluster: write into a new directory, or below RAYSLURM_DATA_DIR",
         ),
         (
-            "PermissionError: [Errno 13] Permission denied: '/home/me/.dagster_rayslurm/bundles/0a/plots' (train.py:3)",
+            "PermissionError: [Errno 13] Permission denied: '/b/bundles/0123456789abcdef0123456789abcdef/plots' (train.py:3)",
             "; directories of working_dir are read-only on the cluster: write into a new directory, or below RAYSLURM_DATA_DIR",
         ),
         ("PermissionError: [Errno 13] Permission denied: '/data/x.csv' (train.py:3)", ""),
+        ("PermissionError: [Errno 13] Permission denied: './tool.sh' (train.py:3)", ""),
+        ("PermissionError: [Errno 13] Permission denied: 'ffmpeg' (train.py:3)", ""),
         ("FileNotFoundError: [Errno 2] No such file or directory: 'ffmpeg' (train.py:3)", ""),
         (
             "TypeError: Object of type float32 is not JSON serializable (train.py:6)",

@@ -52,7 +52,7 @@ def test_a_script_with_arguments_is_sent_to_the_cluster(here: Path) -> None:
         ("cd x && python ok.py", """'cd' needs a shell, .* write ["bash", "-c", 'cd x && python ok.py']"""),
         (
             "module load cuda",
-            """'module' needs a shell, .* write ["bash", "-lc", .* or load modules in the env""",
+            "'module' needs a shell, .*, with \"-lc\" for modules, or load them in the environment's activate.sh",
         ),
         ("EPOCHS=3 python -m train", "'EPOCHS=3' needs a shell, .* or pass variables with extra_env"),
         ("python -m train > log.txt", "'>' needs a shell"),
@@ -116,17 +116,21 @@ def test_the_variables_for_ray_are_limited_together() -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"#!/bin/bash\necho 1\n", 'is a shell script; write ["bash", "step"] and extra_files=["step"]'),
+        (b"#!/bin/bash\necho 1\n", "is a shell script; write [\"bash\", 'step'] and extra_files=['PATH']"),
         (b"#!/usr/bin/env -S sh -e\n", "is a shell script"),
-        (b"\x7fELF\x02\x01", 'is a binary; write ["./step"] and extra_files=["step"]'),
+        (b"\x7fELF\x02\x01", "is a binary; write ['./step'] and extra_files=['PATH']"),
     ],
 )
 def test_a_file_that_python_cannot_run(content: bytes, says: str, tmp_path: Path) -> None:
-    (tmp_path / "step").write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(says)):
-        parse_payload(str(tmp_path / "step"))
+    path = tmp_path / "step"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(says.replace("PATH", str(path)))):
+        plan_of(str(path))
 
 
-def test_a_python_script_may_have_any_name(tmp_path: Path) -> None:
-    (tmp_path / "step").write_text("#!/usr/bin/env python3\n")
-    assert parse_payload(str(tmp_path / "step")) == ["python", str(tmp_path / "step")]
+@pytest.mark.parametrize(
+    "content", ["#!/usr/bin/env python3\n", "#!/opt/sh/bin/python\n", "#!/bin/sh\n'''exec' /long/python \"$0\" \"$@\"\n", "1\n"]
+)
+def test_a_python_script_may_have_any_name(content: str, tmp_path: Path) -> None:
+    (tmp_path / "step").write_text(content)
+    assert plan_of(str(tmp_path / "step")).payload.argv == ["python", str(tmp_path / "step")]
