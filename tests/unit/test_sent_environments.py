@@ -317,14 +317,15 @@ def test_commands_run_as_in_a_login_shell(cluster: Cluster, tmp_path: Path, monk
     home.mkdir()
     (home / ".bash_profile").write_text("module() { [ $1 = load ] && [ $2 = study ] && export STUDY=1; }\n")
     monkeypatch.setenv("HOME", str(home))
-    environment = CommandEnvironment(
-        commands=["module load study", "greeting='it'\\''s me'; export greeting"], python=sys.executable
-    )
-    path = cluster.send(environment)
+    (home / "a python").symlink_to(sys.executable)
+    # conda's `activate` takes the arguments of whoever sources it for its own.
+    (home / "activate").write_text("export ACTIVATED=$#\n")
+    commands = ["module load study", "greeting='it'\\''s me'; export greeting", "source ~/activate"]
+    path = cluster.send(CommandEnvironment(commands=commands, python="~/a python"))
     arguments = None, False, str(cluster.base / "environments")
     found = check_environment_on(LocalConnection(), PreDeployedEnvironment(path=path), *arguments)
-    start = found.start("-c", "import os; print(os.environ['STUDY'], os.environ['greeting'])")
-    assert subprocess.run(start, capture_output=True, text=True, check=True).stdout.strip() == "1 it's me"
+    start = found.start("-c", "import os; print(os.environ['STUDY'], os.environ['greeting'], os.environ['ACTIVATED'])")
+    assert subprocess.run(start, capture_output=True, text=True, check=True).stdout.strip() == "1 it's me 0"
     failing = cluster.send(CommandEnvironment(commands=["module load other", "export UNSEEN=1"]))
     with pytest.raises(StartError, match="the command `module load other` of the environment failed with exit code 1"):
         check_environment_on(LocalConnection(), PreDeployedEnvironment(path=failing), *arguments)
@@ -370,6 +371,12 @@ def test_payloads_run_in_the_environment(cluster: Cluster, fake_slurm: FakeSlurm
 
 
 # -- the platform --------------------------------------------------------------------------------------------------------
+
+
+def test_a_python_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a python").symlink_to(sys.executable)
+    assert len(edge.platform("~/a python", [], 60)["pythons"]) == 1
 
 
 def platform(**fields: Any) -> Platform:
