@@ -128,9 +128,9 @@ def nothing_is_left(scratch_base: Path) -> Iterator[None]:
     before = set(scratch_base.glob("rs-*"))  # The test that left these has failed already; later tests need not.
     yield
     os.environ.pop(MARK)
-    assert wait_until(lambda: not marked_processes(mark), 15), [p.cmdline() for p in marked_processes(mark)]
+    assert wait_until(lambda: not marked_processes(mark)), [p.cmdline() for p in marked_processes(mark)]
     left = lambda: set(scratch_base.glob("rs-*")) - before  # noqa: E731
-    assert wait_until(lambda: not left(), 5), left()
+    assert wait_until(lambda: not left()), left()
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:
@@ -144,7 +144,7 @@ def marked_processes(mark: str) -> list[psutil.Process]:
     return found
 
 
-def wait_until(condition: Callable[[], Any], timeout: float) -> Any:
+def wait_until(condition: Callable[[], Any], timeout: float = 30.0) -> Any:
     """The condition's first true value, or its last value after `timeout` seconds. A slow condition is evaluated less often."""
     deadline = time.monotonic() + timeout
     while True:
@@ -226,7 +226,7 @@ def small_disk(path: Path, size: str) -> Iterator[Path]:
         yield path
     finally:
         # A runtime still cleans up after it has written its `end`, and keeps its log open until it exits.
-        assert wait_until(lambda: subprocess.run(["umount", str(path)], capture_output=True).returncode == 0, 10)
+        assert wait_until(lambda: subprocess.run(["umount", str(path)], capture_output=True).returncode == 0)
 
 
 PIPES = """

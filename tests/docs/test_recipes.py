@@ -120,7 +120,7 @@ def test_a_submitted_run(fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pyt
     defs: dg.Definitions = here["defs"]
     for _ in range(2):
         assert defs.resolve_job_def("submission").execute_in_process().success
-    assert wait_until(lambda: [fake_slurm.state(job) for job in fake_slurm.jobs()] == ["COMPLETED"], 30)
+    assert wait_until(lambda: [fake_slurm.state(job) for job in fake_slurm.jobs()] == ["COMPLETED"])
     with dg.DagsterInstance.ephemeral() as instance:
         with dg.build_sensor_context(instance=instance) as context:
             [request] = here["defs"].sensors[0](context).run_requests

@@ -116,7 +116,7 @@ def test_the_demo_on_slurm(tmp_path: Path, stack: Stack) -> None:
     pictures = [Path(line) for line in said.stdout.splitlines() if line.endswith(".png")]
     assert {"confusion_matrix.png", "learning_curve.png", "prototype_7.png"} <= {path.name for path in pictures}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
-    assert wait_until(lambda: not stack.exec("edge", ["squeue", "--noheader", "--name=rayslurm-report", "--user=dev"]), 5)
+    assert wait_until(lambda: not stack.exec("edge", ["squeue", "--noheader", "--name=rayslurm-report", "--user=dev"]))
     with dg.DagsterInstance.from_config(str(tmp_path / "home")) as instance:
         networks_had_a_job(instance)
 
@@ -171,7 +171,7 @@ def test_ctrl_c_ends_the_demo_and_all_it_started(tmp_path: Path) -> None:
     os.killpg(process.pid, 2)
     rest = process.stdout.read()
     assert process.wait(60) == 130 and "nothing is left running" in rest
-    assert wait_until(lambda: not marked_processes(os.environ["PYTEST_OF_RAYSLURM"]), 20)
+    assert wait_until(lambda: not marked_processes(os.environ["PYTEST_OF_RAYSLURM"]))
 
 
 def test_definitions_load_without_ray() -> None:

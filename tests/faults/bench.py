@@ -143,7 +143,7 @@ class Bench:
         """A change by the administrator, on the controller's node."""
         with self.undone("slurmctld", do, undo):
             yield
-        assert wait_until(lambda: answers(self.stack), 30)
+        assert wait_until(lambda: answers(self.stack))
 
     def partition(self, setting: str, back: str) -> contextlib.AbstractContextManager[None]:
         """Another setting of the partition `compute`."""
@@ -162,7 +162,7 @@ class Bench:
             f"scontrol update NodeName={nodes} State=DRAIN Reason=broken", f"scontrol update NodeName={nodes} State=RESUME"
         ):
             yield
-        assert wait_until(lambda: nodes_are_idle(self.stack, NODES), 30)
+        assert wait_until(lambda: nodes_are_idle(self.stack, NODES))
 
     @contextmanager
     def configured(self, *lines: str) -> Iterator[None]:

@@ -54,12 +54,12 @@ def paused(stack: Stack, service: str) -> Iterator[None]:
 def without_munge(stack: Stack, service: str) -> Iterator[None]:
     """Ends munged, Slurm's authentication daemon, in a service's container, and starts it again at the end."""
     stack.exec(service, ["sh", "-c", "kill $(cat /run/munge/munged.pid)"])
-    assert wait_until(lambda: not munge_works(stack, service), 20)
+    assert wait_until(lambda: not munge_works(stack, service))
     try:
         yield
     finally:
         stack.exec(service, ["runuser", "-u", "munge", "--", "munged", "--force"])
-        assert wait_until(lambda: munge_works(stack, service), 20)
+        assert wait_until(lambda: munge_works(stack, service))
 
 
 @contextmanager

@@ -104,8 +104,8 @@ def test_a_run_is_interrupted(mode: str, phase: str, dagster: Dagster, site: Sit
         code = held.process.wait(60)
         assert code != 0 and time.monotonic() - began < 40, dagster.log[-4000:]
         if not (mode == "slurm-session" and phase in ACCEPTED):
-            assert wait_until(lambda: not site.jobs(), 10), site.sh("squeue --me")
-        assert wait_until(lambda: not at_work(site), 10), at_work(site)
+            assert wait_until(lambda: not site.jobs()), site.sh("squeue --me")
+        assert wait_until(lambda: not at_work(site)), at_work(site)
     assert interrupted(dagster), dagster.log[-4000:]
     jobs = submitted(site)
     assert len(jobs) <= 1
@@ -113,7 +113,7 @@ def test_a_run_is_interrupted(mode: str, phase: str, dagster: Dagster, site: Sit
         assert f"Slurm job {jobs[0]} is cancelled" in dagster.said()
         if site.stack.accounting:
             states = f"sacct -j {jobs[0]} --allocations --noheader --format=State%40"
-            assert wait_until(lambda: {line.split()[0] for line in site.sh(states).splitlines()} == {"CANCELLED"}, 20)
+            assert wait_until(lambda: {line.split()[0] for line in site.sh(states).splitlines()} == {"CANCELLED"})
 
 
 @pytest.mark.parametrize(("mode", "phase"), marked(map(pytest.param, ("slurm", *MODES), ("unrecorded", *3 * ("running",)))))
@@ -125,7 +125,7 @@ def test_a_run_is_interrupted_again_and_again(mode: str, phase: str, dagster: Da
         began = time.monotonic()
         held.process.send_signal(signal.SIGINT)
         if phase == "running":
-            assert wait_until(lambda: "ending the payload" in dagster.log, 20)
+            assert wait_until(lambda: "ending the payload" in dagster.log)
             time.sleep(1.2)  # Within a second it counts as the same one.
             assert held.process.poll() is None
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
@@ -135,8 +135,8 @@ def test_a_run_is_interrupted_again_and_again(mode: str, phase: str, dagster: Da
         assert held.process.wait(60) != 0
         assert time.monotonic() - began < 40, dagster.log[-4000:]
         if not (mode == "slurm-session" and phase in ACCEPTED):
-            assert wait_until(lambda: not site.jobs(), 10), site.sh("squeue --me")
-        assert wait_until(lambda: not at_work(site), 10), at_work(site)
+            assert wait_until(lambda: not site.jobs()), site.sh("squeue --me")
+        assert wait_until(lambda: not at_work(site)), at_work(site)
     assert interrupted(dagster), dagster.log[-4000:]
 
 
@@ -148,13 +148,13 @@ def test_a_run_is_interrupted_out_of_reach(mode: str, dagster: Dagster, site: Si
     with held_in("running", dagster, mode, **fields) as held:
         held.link.cut()
         held.process.send_signal(signal.SIGINT)
-        assert wait_until(lambda: UNTOLD in dagster.log, 30), dagster.log[-4000:]
+        assert wait_until(lambda: UNTOLD in dagster.log), dagster.log[-4000:]
         assert not is_there(site, "told")
         held.link.mend()
         assert held.process.wait(20) != 0, dagster.log[-4000:]
         assert is_there(site, "told") and has_ended(site)
-        assert wait_until(lambda: bool(site.jobs()) == (mode == "slurm-session"), 10), site.sh("squeue --me")
-        assert wait_until(lambda: not at_work(site), 10), at_work(site)
+        assert wait_until(lambda: bool(site.jobs()) == (mode == "slurm-session")), site.sh("squeue --me")
+        assert wait_until(lambda: not at_work(site)), at_work(site)
     assert interrupted(dagster), dagster.log[-4000:]
     assert dagster.said().count(UNTOLD) == 1
 
@@ -168,7 +168,7 @@ def test_a_run_is_interrupted_while_slurmctld_is_away(dagster: Dagster, site: Si
     with held_in("pending", dagster, "slurm", launcher="BashLauncher(grace_period=60)") as held:
         with stopped(site.stack, "slurmctld"):
             held.process.send_signal(signal.SIGINT)
-            assert wait_until(asked, 20), dagster.log[-4000:]
+            assert wait_until(asked), dagster.log[-4000:]
             assert wait_until(lambda: not asked(), 60), "scancel never gives up"
         assert held.process.wait(30) != 0, dagster.log[-4000:]
         assert not site.jobs(), site.sh("squeue --me")

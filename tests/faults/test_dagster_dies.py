@@ -88,7 +88,7 @@ def test_dagster_is_killed(mode: str, phase: str, dagster: Dagster, site: Site) 
         held.process.wait()
         if phase in WITHOUT_A_JOB:
             # What Dagster was about to do ends with its connection, so letting it on comes too late.
-            assert wait_until(lambda: not [each for each in site.processes("edge") if site.base in each], 20)
+            assert wait_until(lambda: not [each for each in site.processes("edge") if site.base in each])
             held.let_on()
             time.sleep(1)
             assert submitted(site) == [] and len(run_dirs(site)) <= (phase == "submitting")
@@ -108,8 +108,8 @@ def test_dagster_is_killed(mode: str, phase: str, dagster: Dagster, site: Site) 
     if phase == "submitting":  # A run directory that nothing came of is swept when it is old.
         old(site)
         assert dagster.start().wait(90) == 0
-    assert wait_until(lambda: run_dirs(site) == [], 20), run_dirs(site)
-    assert wait_until(lambda: quiet(site), 20), site.sh("squeue --me")
+    assert wait_until(lambda: run_dirs(site) == []), run_dirs(site)
+    assert wait_until(lambda: quiet(site)), site.sh("squeue --me")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_service_that_is_stopped_leaves_its_job_to_the_retry(mode: str, phase:
         assert retry.wait(90) == 0, dagster.log[-5000:]
     one_result(dagster, stopped)
     assert REATTACHED in dagster.said() and len(submitted(site)) == len(site.lines("ran")) == 1
-    assert wait_until(lambda: quiet(site), 20), site.sh("squeue --me")
+    assert wait_until(lambda: quiet(site)), site.sh("squeue --me")
 
 
 @pytest.mark.parametrize("mode", ["slurm", "slurm-session"])
@@ -215,11 +215,11 @@ def test_something_else_is_asked_for_after_that(mode: str, dagster: Dagster, sit
         assert retry.wait(90) == 0, dagster.log[-4000:]
     one_result(dagster, killed)
     assert len(submitted(site)) == len(site.lines("ran")) == 2
-    assert wait_until(lambda: quiet(site), 20), site.sh("squeue --me")
+    assert wait_until(lambda: quiet(site)), site.sh("squeue --me")
     assert len(run_dirs(site)) == 1 and has_ended(site)
     old(site)
     assert dagster.start().wait(90) == 0
-    assert wait_until(lambda: run_dirs(site) == [], 20), run_dirs(site)
+    assert wait_until(lambda: run_dirs(site) == []), run_dirs(site)
 
 
 @pytest.mark.parametrize("mode", ["slurm", "slurm-session"])
@@ -235,7 +235,7 @@ def test_the_process_of_a_step_is_killed(mode: str, dagster: Dagster, site: Site
     assert run.status == dg.DagsterRunStatus.SUCCESS and dagster.materializations() == [run.run_id]
     assert f"messages {list(range(AFTER))}" in (said := dagster.said()) and said.count("messages [0, 1,") == 1
     assert len(submitted(site)) == len(site.lines("ran")) == 1
-    assert wait_until(lambda: quiet(site), 20), site.sh("squeue --me")
+    assert wait_until(lambda: quiet(site)), site.sh("squeue --me")
 
 
 @pytest.mark.parametrize("mode", ["slurm", "slurm-session"])
@@ -249,7 +249,7 @@ def test_the_process_of_a_run_is_killed(mode: str, dagster: Dagster, site: Site)
     (run,) = dagster.runs()
     assert dagster.materializations() == [run.run_id] and run.status != dg.DagsterRunStatus.SUCCESS
     assert site.lines("ran") == submitted(site)[:1] and is_there(site, "up")
-    assert wait_until(lambda: quiet(site), 20), site.sh("squeue --me")
+    assert wait_until(lambda: quiet(site)), site.sh("squeue --me")
 
 
 def test_a_process_that_was_taken_for_dead_leaves_its_job_to_the_retry(dagster: Dagster, site: Site) -> None:
@@ -269,4 +269,4 @@ def test_a_process_that_was_taken_for_dead_leaves_its_job_to_the_retry(dagster: 
     said = dagster.said()
     assert f"run {retry.run_id} (process {new.pid} on " in said and "has gone on with this payload" in said
     assert len(submitted(site)) == len(site.lines("ran")) == 1
-    assert wait_until(lambda: run_dirs(site) == [], 20), run_dirs(site)
+    assert wait_until(lambda: run_dirs(site) == []), run_dirs(site)

@@ -141,9 +141,9 @@ def test_a_run_is_interrupted_there(mode: str, dagster: Dagster, lagging_base: s
         held.process.send_signal(signal.SIGINT)
         assert held.process.wait(60) != 0 and time.monotonic() - began < 40, dagster.log[-4000:]
         if mode == "slurm":
-            assert wait_until(lambda: not site.jobs(), 10), site.sh("squeue --me")
-        assert wait_until(lambda: not at_work(site), 10), at_work(site)
-    assert wait_until(lambda: is_there(dagster.site, "ended"), 10), "the payload did not hear of it"
+            assert wait_until(lambda: not site.jobs()), site.sh("squeue --me")
+        assert wait_until(lambda: not at_work(site)), at_work(site)
+    assert wait_until(lambda: is_there(dagster.site, "ended")), "the payload did not hear of it"
     assert interrupted(dagster), dagster.log[-4000:]
 
 

@@ -148,10 +148,10 @@ def test_a_cut_in_each_phase(
         compute = make(queue=queue, slurm={"ssh": ssh}, default_launcher=launcher)
         wire.silence()
         running = start(compute, script(NUMBERED), extra_files=[big_file(tmp_path / "big", 1_500_000)])
-        assert wait_until(lambda: wire.accepted, 30)  # Connecting.
+        assert wait_until(lambda: wire.accepted)  # Connecting.
         time.sleep(1)
         wire.speak()
-        assert wait_until(lambda: wire.sent > 700_000, 30)  # Uploading.
+        assert wait_until(lambda: wire.sent > 700_000)  # Uploading.
         cut_until(lambda: None)
         wire.rate = None
         assert wait_until(lambda: is_there(site, "after"), 60)  # Submitted, and Dagster does not know it.
@@ -187,7 +187,7 @@ def test_a_cut_for_longer_than_a_minute(
         until = time.monotonic() + CUT
         time.sleep(3)
         let_go(site)
-        assert wait_until(lambda: has_ended(site), 30)
+        assert wait_until(lambda: has_ended(site))
         assert wait_until(lambda: not site.jobs(), 40), site.sh("squeue --me")
         time.sleep(max(0.0, until - time.monotonic()))
         link.mend()
@@ -239,5 +239,5 @@ def test_a_link_that_stays_away_for_too_long(
     assert failure.metadata["Slurm job ID"].value == job_id
     assert site.jobs() and not has_ended(site)
     let_go(site)
-    assert wait_until(lambda: has_ended(site), 30)
+    assert wait_until(lambda: has_ended(site))
     assert site.lines("ran") == [job_id] and len(run_dirs(site)) == 1

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.timeout(300)
 Make = Callable[..., ComputeResource]
 Start = Callable[..., Running]
 
-SOON = 5.0
-"""Seconds to the verdict if a runtime survives and can write the `end`."""
+SOON = 30.0
+"""Seconds in which a verdict follows the evidence, also on a busy machine; two are usual."""
 RECONNECT_GRACE = 10.0
 """Seconds in which a node may reconnect after its connection ended."""
 
@@ -94,7 +94,7 @@ def process(site: Site, node: str, which: str) -> str:
 
 def kill(site: Site, node: str, which: str) -> float:
     """Kill one process of the test's job on a node; returns the time, by this machine's monotonic clock."""
-    pid = wait_until(lambda: process(site, node, which), 20)  # Where a cluster starts, its GCS may be yet to come.
+    pid = wait_until(lambda: process(site, node, which))  # Where a cluster starts, its GCS may be yet to come.
     assert pid, f"there is no {which} on {node}"
     site.killed = True
     began = time.monotonic()
@@ -206,17 +206,17 @@ def test_a_job_is_preempted(mode: str, make: Make, start: Start, script: Any, si
 HEADS = [
     ("slurm", "gcs_server", "cluster-lost", SOON),
     ("slurm", "slurmstepd", "runtime", 90.0),
-    ("slurm", "srun", "runtime", 15.0),
-    ("slurm", "batch shell", "runtime", 15.0),
+    ("slurm", "srun", "runtime", SOON),
+    ("slurm", "batch shell", "runtime", SOON),
     ("slurm-session", "gcs_server", "cluster-lost", SOON),
-    ("slurm-session", "runtime", "runtime", 15.0),
-    ("slurm-session", "keeper", "runtime", 15.0),
+    ("slurm-session", "runtime", "runtime", SOON),
+    ("slurm-session", "keeper", "runtime", SOON),
     pytest.param("slurm-session", "raylet", "cluster-lost", SOON, marks=pytest.mark.thorough),
     pytest.param("slurm-hetjob", "gcs_server", "cluster-lost", SOON, marks=pytest.mark.thorough),
-    pytest.param("slurm-hetjob", "runtime", "runtime", 15.0, marks=pytest.mark.thorough),
+    pytest.param("slurm-hetjob", "runtime", "runtime", SOON, marks=pytest.mark.thorough),
     pytest.param("slurm-hetjob", "slurmstepd", "runtime", 90.0, marks=pytest.mark.thorough),
-    pytest.param("slurm-hetjob", "srun", "runtime", 15.0, marks=pytest.mark.thorough),
-    pytest.param("slurm-hetjob", "batch shell", "runtime", 15.0, marks=pytest.mark.thorough),
+    pytest.param("slurm-hetjob", "srun", "runtime", SOON, marks=pytest.mark.thorough),
+    pytest.param("slurm-hetjob", "batch shell", "runtime", SOON, marks=pytest.mark.thorough),
 ]
 
 

@@ -265,7 +265,7 @@ def open_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TMPDIR", str(path))
     yield path
     try:
-        assert wait_until(lambda: not list(path.glob("rs-*")), 10), list(path.glob("rs-*"))
+        assert wait_until(lambda: not list(path.glob("rs-*"))), list(path.glob("rs-*"))
     finally:
         shutil.rmtree(path)
 
@@ -361,7 +361,7 @@ def test_jobs_are_not_the_strangers_to_change(
         if site.stack.accounting:
             for option, line in (("--batch-script", "\nsrun "), ("--env-vars", "\nPATH=")):
                 asked = ["sacct", "-j", job_id, option]
-                assert wait_until(lambda asked=asked, line=line: line in site.stack.exec("edge", asked, user="dev"), 30), option
+                assert wait_until(lambda asked=asked, line=line: line in site.stack.exec("edge", asked, user="dev")), option
                 told = site.stack.exec("edge", asked, user="other", check=False)
                 assert line not in told and job_id not in told, told
     finally:

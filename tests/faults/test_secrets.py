@@ -191,7 +191,7 @@ def accounted(site: Site, job: str, option: str) -> str:
         said = site.sh(f"sacct -j {job} --parsable2 {option}")
         return said if ACCOUNTED[option] in said else ""
 
-    text = wait_until(told, 30)
+    text = wait_until(told)
     assert text, (job, option)
     return str(text)
 

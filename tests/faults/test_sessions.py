@@ -79,7 +79,7 @@ def let_go(site: Site, name: str) -> None:
 
 def queued(site: Site, count: int) -> None:
     """Wait until a number of payloads have been handed to the session, and a moment longer."""
-    assert wait_until(lambda: int(site.sh('ls "$1/runs" | wc -l', site.base)) >= count, 30)
+    assert wait_until(lambda: int(site.sh('ls "$1/runs" | wc -l', site.base)) >= count)
     time.sleep(1)
 
 
@@ -144,7 +144,7 @@ def test_a_worker_node_dies(
     docker("kill", site.stack.container(worker))
     try:
         # A node that is silent may yet be heard of for ten seconds; Slurm takes thirty to miss it, and ends the job then.
-        assert wait_until(lambda: json.loads(site.sh('cat "$1"/sessions/*/1/session.json', site.base))["closing"], 20)
+        assert wait_until(lambda: json.loads(site.sh('cat "$1"/sessions/*/1/session.json', site.base))["closing"])
         assert f"node-lost: node {worker} is lost" in capfd.readouterr().err
         let_go(site, "a")
         assert job_of(running.result(15)) == job_id
@@ -342,7 +342,7 @@ def test_the_directory_of_a_session_is_removed(session_compute: Make, begin: Beg
     let_go(site, "a")
     assert job_of(running.result(60)) == first
     assert job_of(other.result(60))
-    assert wait_until(lambda: len(site.jobs()) <= 1, 20), site.jobs()
+    assert wait_until(lambda: len(site.jobs()) <= 1), site.jobs()
     assert site.lines("ran").count("a") == site.lines("ran").count("b") == 1
 
 

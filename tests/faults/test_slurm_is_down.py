@@ -56,12 +56,9 @@ def test_slurmctld_is_away_while_a_job_waits_runs_and_ends(
     running.up()
     with stopped(site.stack, "slurmctld"):
         time.sleep(2)
-        began = time.monotonic()
         let_go(site)
-        ran = running.result(60)
-        took = time.monotonic() - began
+        ran = running.result(60)  # Without the controller, which comes back only afterwards.
     assert ran.metadata["job"] == ran.completed[0].job_id
-    assert took < 5, took
     assert site.lines("ran") == [ran.metadata["job"]]
     assert set(names(site)) <= {ran.metadata["job"]}
 

@@ -210,7 +210,7 @@ def test_dagster_and_the_head_node_are_killed(service: Service, fake_slurm: Fake
     service.let("25")
     assert wait_until(lambda: len(service.materialized()) == 25 or again.poll() is not None, 60), service.log
     begun = {f"p{number:02}": 1 for number in range(27)}  # The two last ones wait.
-    assert wait_until(lambda: service.ran() == begun, 20), service.ran()
+    assert wait_until(lambda: service.ran() == begun), service.ran()
     fake_slurm.end(1, "NODE_FAIL")
     assert again.wait(60) == 1
     assert "25 of 50 partitions are materialized, then: " in service.log
@@ -231,9 +231,9 @@ def test_after_a_requeue_only_partitions_without_a_recorded_end_run_again(tmp_pa
     try:
         begun = {f"p{number:02}": 1 for number in range(10)}  # The two last ones wait.
         assert wait_until(lambda: len(service.materialized()) == 8 or running.poll() is not None, 60), service.log
-        assert wait_until(lambda: service.ran() == begun, 20), service.ran()
+        assert wait_until(lambda: service.ran() == begun), service.ran()
         fake_slurm.end(1, "REQUEUED")
-        assert wait_until(lambda: service.ran()["p09"] == service.ran()["p08"] == 2, 30), service.ran()
+        assert wait_until(lambda: service.ran()["p09"] == service.ran()["p08"] == 2), service.ran()
         service.let("20")
         assert running.wait(60) == 0, service.log
     finally:

@@ -143,7 +143,7 @@ def test_many_payloads_wait_in_one_thread_and_return_what_each_reported(
     assert materialize(body, resource(tmp_path)).success
     assert said == [str(number) for number in range(12)]
     assert threads == [["rayslurm-this machine"]]
-    assert wait_until(lambda: not hub_threads(), 5)
+    assert wait_until(lambda: not hub_threads())
 
 
 def test_a_cancelled_task_ends_its_job_and_no_other(fake_slurm: FakeSlurm, tmp_path: Path, script: Any) -> None:

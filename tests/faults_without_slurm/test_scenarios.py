@@ -286,8 +286,8 @@ def test_a_fault_has_one_sentence_and_leaves_nothing_running(
         assert ran.failure.kind == scenario.kind and "\n" not in said, said
         assert re.search(scenario.sentence, said), said
         assert ran.failure.allow_retries == scenario.retry, said
-    assert wait_until(lambda: not fake_slurm.processes(), 30), "processes of the job go on"
-    assert wait_until(lambda: states(fake_slurm) == scenario.left, 30), states(fake_slurm)
+    assert wait_until(lambda: not fake_slurm.processes()), "processes of the job go on"
+    assert wait_until(lambda: states(fake_slurm) == scenario.left), states(fake_slurm)
 
 
 def states(slurm: FakeSlurm) -> tuple[str, ...]:

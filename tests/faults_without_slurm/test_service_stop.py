@@ -105,7 +105,7 @@ def test_the_next_attempt_goes_on_with_the_job(mode: str, waits: bool, tmp_path:
     up = (lambda: fake_slurm.jobs("PENDING")) if waits else (tmp_path / "up").exists
     assert wait_until(lambda: up() or process.poll() is not None, 60) and process.poll() is None, service.log
     if waits:
-        assert wait_until(lambda: "Slurm job 1" in service.log, 20), service.log
+        assert wait_until(lambda: "Slurm job 1" in service.log), service.log
     service.stop(process)
     assert "this Dagster process is stopped, and Slurm job 1 goes on" in service.log
     assert fake_slurm.state(1) == ("PENDING" if waits else "RUNNING") and fake_slurm.cancelled == []
@@ -121,7 +121,7 @@ def test_the_next_attempt_goes_on_with_the_job(mode: str, waits: bool, tmp_path:
     with service.instance() as instance:
         [found] = instance.fetch_materializations(dg.AssetKey("slow"), limit=9).records
         assert found.asset_materialization is not None and found.asset_materialization.metadata["job"].value == "1"
-    assert fake_slurm.jobs() == [1] and wait_until(lambda: not fake_slurm.processes(), 20)
+    assert fake_slurm.jobs() == [1] and wait_until(lambda: not fake_slurm.processes())
 
 
 @pytest.mark.parametrize(
@@ -136,4 +136,4 @@ def test_otherwise_the_payload_ends(fields: Any, by_button: bool, tmp_path: Path
             instance.report_run_canceling(instance.get_runs()[0])
     service.stop(process)
     assert "goes on: the next attempt" not in service.log and "[rayslurm] ending the payload" in service.log
-    assert wait_until(lambda: not fake_slurm.jobs("PENDING", "RUNNING"), 20)
+    assert wait_until(lambda: not fake_slurm.jobs("PENDING", "RUNNING"))

@@ -49,7 +49,7 @@ def reattach(compute: ComputeResource, handle: RunHandle) -> dg.ExecuteInProcess
 
 
 def ended(fake_slurm: FakeSlurm) -> Any:
-    return wait_until(lambda: fake_slurm.jobs() and not fake_slurm.jobs("PENDING", "RUNNING", "COMPLETING"), 30)
+    return wait_until(lambda: fake_slurm.jobs() and not fake_slurm.jobs("PENDING", "RUNNING", "COMPLETING"))
 
 
 def test_a_submitted_run_is_followed_by_its_handle_before_and_after_its_end(
@@ -333,11 +333,9 @@ def test_a_cluster_that_does_not_answer_skips_the_tick(
         assert "Unable to contact slurm controller" in tick(sensor, instance)[0].skip_message
         monkeypatch.setattr(completion_sensor, "_LOOK_TIMEOUT", 0.2)
         fake_slurm.fault("squeue", code=None, delay=3.0)
-        began = time.monotonic()
         assert [tick(sensor, instance)[0].skip_message for _ in range(3)] == [
             "this machine has not answered for 0.2 s; the next tick looks again"
         ] * 3
-        assert time.monotonic() - began < 2.5
         monkeypatch.undo()
         assert "1 submitted runs have not ended" in tick(sensor, instance)[0].skip_message
 

@@ -93,7 +93,7 @@ def test_the_run_succeeds_without_the_node(
     assert ran.metadata["Slurm job ID"] == "2" and scripts(fake_slurm) == [[], ["c1"]]
     assert "the run is started once more without c1" in said
     assert "excluded for a failed health check: c1 (command: exit code 3: c1 is bad; 0 min ago)" in said
-    assert wait_until(lambda: not fake_slurm.processes(), 15), "processes of the jobs go on"
+    assert wait_until(lambda: not fake_slurm.processes()), "processes of the jobs go on"
     if mode == "slurm":  # Another run knows it, with another check, until an hour is over.
         again = run_asset(make(bad="nothing"), payload)
         assert (
@@ -111,7 +111,7 @@ def test_there_is_one_second_try(mode: str, make: Make, fake_slurm: FakeSlurm, s
     failure = run_asset(compute, script("pass"), uses_pipes=False).failure
     assert failure.kind == "cluster-start" and "c2 is bad" in (failure.description or ""), failure.description
     assert scripts(fake_slurm) == [[], ["c1"]] and set(remembered(tmp_path / "base")) == {"c1", "c2"}
-    assert wait_until(lambda: not fake_slurm.processes(), 15), "processes of the jobs go on"
+    assert wait_until(lambda: not fake_slurm.processes()), "processes of the jobs go on"
 
 
 def test_too_few_nodes_would_be_left(make: Make, fake_slurm: FakeSlurm, script: Any, capfd: Any, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_components(topology: str, make: Make, fake_slurm: FakeSlurm, script: An
     failure = run_asset(compute, script("pass"), uses_pipes=False).failure
     assert failure.kind == "cluster-start" and "c2 is bad" in (failure.description or ""), failure.description
     assert scripts(fake_slurm) == [[], ["c1", "c1"]] and set(remembered(tmp_path / "base")) == {"c1", "c2"}
-    assert wait_until(lambda: not fake_slurm.processes(), 15), "processes of the jobs go on"
+    assert wait_until(lambda: not fake_slurm.processes()), "processes of the jobs go on"
 
 
 def test_the_memory_cannot_be_written(make: Make, fake_slurm: FakeSlurm, script: Any, tmp_path: Path, capfd: Any) -> None:

@@ -193,7 +193,7 @@ def test_a_second_ctrl_c_waits_no_longer(dagster: Dagster) -> None:
     os.write(keyboard, b"\x03")
     os.waitpid(process, 0)
     os.close(keyboard)
-    assert time.monotonic() - started < 30 and wait_until(lambda: not running(pid), 20)
+    assert time.monotonic() - started < 30 and wait_until(lambda: not running(pid))
 
 
 def test_a_runtime_that_is_stopped_is_killed_in_the_end(dagster: Dagster) -> None:
@@ -206,7 +206,7 @@ def test_a_runtime_that_is_stopped_is_killed_in_the_end(dagster: Dagster) -> Non
     os.kill(runtime, signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)
     process.wait(60)
-    assert wait_until(lambda: not running(pid) and not running(runtime), 30)
+    assert wait_until(lambda: not running(pid) and not running(runtime))
 
 
 @pytest.mark.parametrize(
@@ -217,9 +217,9 @@ def test_dagster_killed_without_a_word_leaves_nothing(payload: str, dagster: Dag
     pid = dagster.up()
     process.kill()
     process.wait()
-    assert wait_until(lambda: not running(pid), 30)
+    assert wait_until(lambda: not running(pid))
     record = next((dagster.home / "base" / "runs").glob("*/journal.jsonl"))
-    ends = wait_until(lambda: [json.loads(line) for line in record.open() if '"type":"end"' in line], 20)
+    ends = wait_until(lambda: [json.loads(line) for line in record.open() if '"type":"end"' in line])
     assert ends[0]["reason"] == "cancel" and "Dagster process that asked for the run is gone" in ends[0]["message"]
 
 
@@ -241,7 +241,7 @@ def test_dagster_killed_while_ray_starts_leaves_nothing(dagster: Dagster) -> Non
     assert wait_until(lambda: "gcs_server" in names(mark), 60)
     process.kill()
     process.wait()
-    assert wait_until(lambda: not marked_processes(mark), 30)
+    assert wait_until(lambda: not marked_processes(mark))
 
 
 @pytest.mark.ray

@@ -89,7 +89,7 @@ def a_preload_process_that_dies_is_replaced(warm: ComputeResource, payload: Path
     ran = run_asset(warm, payload)
     for process in preload_processes_of(ran):
         process.kill()
-    assert wait_until(lambda: not preload_processes_of(ran), 10)
+    assert wait_until(lambda: not preload_processes_of(ran))
     again = [run_asset(warm, payload) for _ in range(2)]
     assert again[1].metadata["preloaded"] is True
 

@@ -109,13 +109,13 @@ def test_a_payload_has_its_own_cluster(ray_compute: ComputeResource, script: Any
         "DAGSTER_PIPES_CONTEXT": None,
     }
     assert metadata["metrics"] and metadata["labels"]["ray_cluster"] == metadata["Ray cluster ID"]
-    assert wait_until(lambda: not list(metrics.iterdir()), 30), "Prometheus would go on asking a cluster that has ended"
+    assert wait_until(lambda: not list(metrics.iterdir())), "Prometheus would go on asking a cluster that has ended"
     assert metadata["token"] == "s3cret" and metadata["cpus"] == 1 and metadata["resources"]["odd name; $x"] == 2.0
     # Another process of this user without the token is refused by the cluster.
     assert metadata["intruder is in"] is False and "uthentication" in metadata["intruder said"]
     assert metadata["token in argv"] is False
     assert metadata["preloaded"] is False, "nothing is, where nothing stays warm"
-    assert wait_until(lambda: not os.path.exists(metadata["token_path"]), 30)  # The teardown goes on after the result.
+    assert wait_until(lambda: not os.path.exists(metadata["token_path"]))  # The teardown goes on after the result.
     assert not list(Path(tempfile.gettempdir()).glob("pymp-*")), "of the dashboard, which is killed"
     assert metadata["Ray version"] and metadata["Ray bring-up (s)"] > 0.5 and metadata["Ray cluster was warm"] is False
     assert metadata["Ray dashboard"] == "was there until the run ended"
@@ -299,7 +299,7 @@ def test_a_warm_cluster_is_shared_between_processes_and_ends_itself_when_idle(ba
     assert len(said) == 1, said
     mark = os.environ["PYTEST_OF_RAYSLURM"]
     assert marked_processes(mark)  # It is still warm,
-    assert wait_until(lambda: not marked_processes(mark), 20)  # until it was idle.
+    assert wait_until(lambda: not marked_processes(mark))  # until it was idle.
     assert list_sessions(Layout(base)) == []
 
 

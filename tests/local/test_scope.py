@@ -89,7 +89,7 @@ def test_the_cluster_lives_as_long_as_the_run(job: Any, tmp_path: Path, executor
     assert process.wait(120) == 0, (tmp_path / "log").read_text()[-3000:]
     first, second = clusters(tmp_path)
     assert first == second, "both steps found the same cluster"
-    assert wait_until(nothing_runs, 20), "within seconds"
+    assert wait_until(nothing_runs), "within seconds"
 
 
 def test_the_cluster_of_a_killed_run_ends_by_its_idle_timeout(job: Any, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_the_cluster_of_a_killed_run_ends_by_its_idle_timeout(job: Any, tmp_path
     assert wait_until(lambda: (tmp_path / "up").exists() or process.poll() is not None, 90) and process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert wait_until(nothing_runs, 30)
+    assert wait_until(nothing_runs)
 
 
 @pytest.mark.thorough
@@ -115,5 +115,5 @@ def test_a_notebook_outlives_its_runs(base: Path, tmp_path: Path, script: Any) -
 
     for _ in range(2):
         assert dg.materialize([one], resources={"compute": compute}).success
-        assert wait_until(nothing_runs, 20)
+        assert wait_until(nothing_runs)
     assert len(set(clusters(tmp_path))) == 2

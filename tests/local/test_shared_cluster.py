@@ -90,7 +90,7 @@ def test_a_session_that_cannot_be_noted_is_ended(
     failure = run_asset(warm, script("", "nothing.py"), uses_pipes=False).failure
     assert "No space left on device" in (failure.description or ""), failure
     runtimes = lambda: [each for each in psutil.process_iter(["cmdline"]) if str(base) in " ".join(each.info["cmdline"] or ())]  # noqa: E731
-    assert wait_until(lambda: not runtimes(), 30), runtimes()
+    assert wait_until(lambda: not runtimes()), runtimes()
 
 
 def test_a_process_that_has_just_started_is_alive() -> None:
@@ -105,6 +105,6 @@ def test_a_process_that_has_just_started_is_alive() -> None:
         for process in processes:
             process.kill()
     ended = processes[0]
-    assert wait_until(lambda: not is_alive(ended.pid, "60"), 10) and ended.returncode is None  # A zombie is not alive.
+    assert wait_until(lambda: not is_alive(ended.pid, "60")) and ended.returncode is None  # A zombie is not alive.
     for process in processes:
         process.wait()

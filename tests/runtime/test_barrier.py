@@ -138,8 +138,8 @@ def test_payloads_start_together_and_know_each_other(job: Any) -> None:
     three.lay_out()
     three.start(0, 1, 2)
     os.utime(three.path, (1, 1))
-    wait_until(lambda: three.records("cpu", "phase"), 20)
-    assert wait_until(lambda: three.path.stat().st_mtime > 1, 20)  # Cleanup finds no old run directory.
+    wait_until(lambda: three.records("cpu", "phase"))
+    assert wait_until(lambda: three.path.stat().st_mtime > 1)  # Cleanup finds no old run directory.
     assert not three.runs("cpu") and not three.runs("gpu")
     three.start(3)
     assert [three.end(name)["exit_code"] for name in ("cpu", "gpu", "io")] == [0, 0, 0]
@@ -172,7 +172,7 @@ def test_a_component_that_has_ended_waits_for_the_others(job: Any) -> None:
     two.lay_out()
     two.start()
     assert two.end("cpu")["exit_code"] == 0
-    wait_until(lambda: two.runs("gpu"), 20)
+    wait_until(lambda: two.runs("gpu"))
     assert two.tasks[0].poll() is None
     (two.directory("gpu") / "go").write_text("")
     assert two.end("gpu")["exit_code"] == 0 and two.codes() == [0, 0]
@@ -198,7 +198,7 @@ def test_a_killed_runtime_fails_the_other_components(job: Any, victim: str) -> N
     two.reconnect_grace = 1.0
     two.lay_out()
     two.start()
-    assert wait_until(lambda: two.runs("cpu") and two.runs("gpu"), 20)
+    assert wait_until(lambda: two.runs("cpu") and two.runs("gpu"))
     os.kill(json.loads((two.directory(victim) / STATUS).read_text())["runtime_pid"], signal.SIGKILL)
     end = two.end(other)
     assert end["reason"] == "other-component" and f"component {victim!r}: its runtime" in end["message"]
@@ -209,7 +209,7 @@ def test_a_cancelled_component_ends_the_others(job: Any) -> None:
     two = job(cpu=SLEEP, gpu=SLEEP)
     two.lay_out()
     two.start()
-    assert wait_until(lambda: two.runs("cpu") and two.runs("gpu"), 20)
+    assert wait_until(lambda: two.runs("cpu") and two.runs("gpu"))
     (two.directory("gpu") / CANCEL).write_text('{"op": "cancel"}')
     assert two.end("gpu")["reason"] == "cancel" and two.end("cpu")["reason"] == "other-component"
     assert two.codes() == [1, 0]
@@ -239,7 +239,7 @@ def test_a_component_without_the_key_is_rejected(job: Any) -> None:
         squatter.listen()
         (two.directory("gpu") / RUNTIME).write_text(json.dumps(spec))
         two.start()
-        wait_until(lambda: two.records("gpu", "phase"), 20)
+        wait_until(lambda: two.records("gpu", "phase"))
         assert not two.runs("cpu") and not two.runs("gpu")
         two.tasks[1].terminate()
         two.tasks[1].wait(20)
@@ -260,11 +260,11 @@ def test_a_given_up_component_records_its_end(job: Any) -> None:
     two.guest_ports = [between.port]
     two.lay_out()
     two.start()
-    assert wait_until(lambda: two.runs("cpu") and two.runs("gpu"), 20)
+    assert wait_until(lambda: two.runs("cpu") and two.runs("gpu"))
     runtime = json.loads((two.directory("gpu") / STATUS).read_text())["runtime_pid"]
     os.kill(runtime, signal.SIGSTOP)
     between.cut()
-    assert wait_until(lambda: two.output("cpu"), 20) == "told\n"
+    assert wait_until(lambda: two.output("cpu")) == "told\n"
     os.kill(runtime, signal.SIGCONT)
     end = two.end("gpu")
     (two.directory("cpu") / "go").write_text("")
@@ -279,7 +279,7 @@ def test_a_signal_to_an_idle_host_ends_the_other_components(job: Any) -> None:
     two = job(cpu="pass", gpu=SLEEP)
     two.lay_out()
     two.start()
-    assert two.end("cpu")["exit_code"] == 0 and wait_until(lambda: two.runs("gpu"), 20)
+    assert two.end("cpu")["exit_code"] == 0 and wait_until(lambda: two.runs("gpu"))
     two.tasks[0].terminate()
     end = two.end("gpu")
     assert end["reason"] == "other-component" and end["message"] == "component 'cpu': the runtime received SIGTERM"
@@ -291,7 +291,7 @@ def test_a_signal_to_an_idle_guest_is_no_failure(job: Any) -> None:
     two = job(cpu="import os, time\nwhile not os.path.exists('../go'): time.sleep(0.05)", gpu="pass")
     two.lay_out()
     two.start()
-    assert two.end("gpu")["exit_code"] == 0 and wait_until(lambda: two.runs("cpu"), 20)
+    assert two.end("gpu")["exit_code"] == 0 and wait_until(lambda: two.runs("cpu"))
     two.tasks[1].terminate()
     two.tasks[1].wait(20)
     (two.directory("cpu") / "go").write_text("")
@@ -302,7 +302,7 @@ def test_a_signalled_host_does_not_wait_for_an_absent_guest(job: Any) -> None:
     two = job(cpu=SLEEP, gpu=SLEEP)
     two.lay_out()
     two.start(0)
-    wait_until(lambda: two.records("cpu", "phase"), 20)
+    wait_until(lambda: two.records("cpu", "phase"))
     two.tasks[0].terminate()
     assert two.end("cpu")["reason"] == "terminated" and two.codes() == [1]
 
@@ -318,7 +318,7 @@ def test_secrets_are_deleted_when_no_other_attempt_needs_them(job: Any, well: bo
     two.start()
     assert two.end("cpu")["exit_code"] == 0
     if not well:
-        assert wait_until(lambda: two.runs("gpu"), 20)
+        assert wait_until(lambda: two.runs("gpu"))
         two.tasks[1].terminate()
         assert two.end("gpu")["reason"] == "terminated"
     two.codes()

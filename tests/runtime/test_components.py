@@ -520,7 +520,7 @@ def test_a_node_that_is_signalled_after_its_head_was_killed_ends(job: Job) -> No
     assert wait_until(lambda: (job.path / "up").exists() and (job.path / "joined").exists(), 60), job.log()
     for each in processes.descendants(job.tasks[0].pid):
         os.kill(each.pid, signal.SIGKILL)
-    assert job.tasks[0].wait(30) != 0 and wait_until(lambda: "the head's runtime cannot be reached" in job.log(), 30), job.log()
+    assert job.tasks[0].wait(30) != 0 and wait_until(lambda: "the head's runtime cannot be reached" in job.log()), job.log()
     job.tasks[1].terminate()
     assert job.tasks[1].wait(30) == 0, job.log()
 

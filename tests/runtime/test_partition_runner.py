@@ -78,7 +78,7 @@ def test_at_sigterm_no_partition_starts_and_those_that_run_may_end(tmp_path: Pat
         time.sleep(60)
     """)
     runner = start(tmp_path, ["a", "b", "c"], ["python", str(payload)])
-    assert wait_until(lambda: len(list(tmp_path.glob("begun *"))) == 2, 30)
+    assert wait_until(lambda: len(list(tmp_path.glob("begun *"))) == 2)
     runner.send_signal(signal.SIGTERM)
     runner.communicate(timeout=30)
     assert runner.returncode == 143
@@ -104,12 +104,12 @@ def test_at_sigterm_nothing_of_the_running_partitions_is_left(tmp_path: Path) ->
     asked = "trap 'touch asked; exit 0' TERM; touch other; while :; do sleep 0.1; done"
     command = ["sh", "-c", 'sh -c "$1" & sh -c "$2" & trap "wait $!; exit 3" TERM; touch begun; wait', "sh", child, asked]
     runner = start(tmp_path, ["a"], command)
-    assert wait_until(lambda: all((tmp_path / name).exists() for name in ("child", "other", "begun", "pid")), 30)
+    assert wait_until(lambda: all((tmp_path / name).exists() for name in ("child", "other", "begun", "pid")))
     pid = int((tmp_path / "pid").read_text())
     runner.send_signal(signal.SIGTERM)
     runner.communicate(timeout=30)
     assert runner.returncode == 143
-    assert wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, 10)
+    assert wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     assert (tmp_path / "asked").exists()
 
 

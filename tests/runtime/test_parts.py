@@ -342,7 +342,7 @@ def test_descendants_are_found_and_ended() -> None:
 def test_environment_of_a_process_is_matched_exactly() -> None:
     child = subprocess.Popen(["sleep", "60"], env={"RAYSLURM_RUN_DIR": "/a/b"})
     try:
-        assert wait_until(lambda: processes.has_environment(child.pid, "RAYSLURM_RUN_DIR=/a/b"), 20)
+        assert wait_until(lambda: processes.has_environment(child.pid, "RAYSLURM_RUN_DIR=/a/b"))
         assert not processes.has_environment(child.pid, "RAYSLURM_RUN_DIR=/a")
     finally:
         child.kill()

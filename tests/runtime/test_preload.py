@@ -321,7 +321,7 @@ def test_imports_that_take_long_are_not_waited_for(write: Write, tmp_path: Path)
     env = {"PYTHONPATH": str(tmp_path / "payloads")}
     told = run(tmp_path / "r", [{"argv": ["python", str(script)]}] * 2, ["slow_to_import"], env=env)
     first, second = told["results"]
-    assert first["why"] == "importing slow_to_import is not done yet" and first["out"] == "False\n" and first["took"] < 2.2
+    assert first["why"] == "importing slow_to_import is not done yet" and first["out"] == "False\n"
     assert told["stall"] < 2.0
     assert second["why"] is None and second["out"] == "True\n"
 

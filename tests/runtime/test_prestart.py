@@ -34,7 +34,7 @@ def worker() -> Iterator[subprocess.Popen[bytes]]:
     """A process that calls itself as workers of Ray do."""
     process = subprocess.Popen(["ray::IDLE", "60"], executable="/bin/sleep")
     # Popen returns a moment before the kernel shows the new command line.
-    assert wait_until(lambda: Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"ray::"), 30)
+    assert wait_until(lambda: Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"ray::"))
     yield process
     process.kill()
     process.wait()
@@ -90,24 +90,24 @@ def test_only_missing_workers_are_started(served: Any, tmp_path: Path, worker: s
     raylet, request = served(3)
     (tmp_path / f"worker-ab12-ffffffff-{worker.pid}.out").touch()
     request()
-    assert wait_until(lambda: raylet.asked == [2], 20)
+    assert wait_until(lambda: raylet.asked == [2])
     time.sleep(0.2)
     request()
-    assert wait_until(lambda: len(raylet.asked) > 1, 20) and raylet.asked == [2, 2]
+    assert wait_until(lambda: len(raylet.asked) > 1) and raylet.asked == [2, 2]
     assert os.environ.pop(internals.PRESTART_AT_FIRST_DRIVER) == "0"
 
 
 def test_on_a_large_node_few_workers_are_idle_and_ray_starts_its_own_as_well(served: Any) -> None:
     raylet, request = served(64)
     request()
-    assert wait_until(lambda: raylet.asked == [node_main.MOST_IDLE_WORKERS], 20)
+    assert wait_until(lambda: raylet.asked == [node_main.MOST_IDLE_WORKERS])
     assert internals.PRESTART_AT_FIRST_DRIVER not in os.environ
 
 
 def test_no_more_workers_are_started_if_they_cannot_be_counted(served: Any) -> None:
     raylet, request = served(2, heeds=False)
     request()
-    assert wait_until(lambda: raylet.asked == [2], 20)
+    assert wait_until(lambda: raylet.asked == [2])
     time.sleep(0.6)
     request()
     time.sleep(0.2)
@@ -121,7 +121,7 @@ def test_an_error_of_ray_only_disables_idle_workers(served: Any, capfd: pytest.C
     raylet, request = served(2, connect=connect)
     request()
     said: list[str] = []
-    assert wait_until(lambda: said.append(capfd.readouterr().err) or "RuntimeError: no such node" in "".join(said), 20)
+    assert wait_until(lambda: said.append(capfd.readouterr().err) or "RuntimeError: no such node" in "".join(said))
     assert raylet.asked == []
 
 
@@ -164,4 +164,4 @@ def test_the_first_task_finds_an_idle_worker(base: Path, scratch_base: Path, scr
     assert ran.metadata["CPU time (s)"] < 2
     for announced in base.rglob("session.json"):
         compute.cleanup_cluster(json.loads(announced.read_text())["cluster_id"])
-    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ready), 15)
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ready))

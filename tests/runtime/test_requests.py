@@ -291,7 +291,7 @@ def test_an_idle_session_ends(session: Callable[..., Session]) -> None:
 
 def test_a_session_refuses_payloads_close_to_its_time_limit(session: Callable[..., Session]) -> None:
     one = session(left=50, drain_margin=60.0)
-    assert wait_until(lambda: one.ask(op="describe")["time_left"] is not None, 10)
+    assert wait_until(lambda: one.ask(op="describe")["time_left"] is not None)
     # A limit that is shorter than the margin itself is no reason to serve nobody.
     assert one.run("a", "pass")["ok"] and one.end_of("a")["exit_code"] == 0
     assert one.run("b", "pass")["ok"] and one.end_of("b")["exit_code"] == 0
@@ -313,9 +313,9 @@ def test_a_damaged_announcement_is_rewritten(session: Callable[..., Session], da
     before = one.announced()
     one.file.write_bytes(damage)
     assert parse_announcement(damage) is None
-    assert wait_until(lambda: one.announced() == before, 10)
+    assert wait_until(lambda: one.announced() == before)
     one.file.unlink()
-    assert wait_until(lambda: one.announced() == before, 10)
+    assert wait_until(lambda: one.announced() == before)
 
 
 def test_a_session_whose_directory_is_gone_drains(session: Callable[..., Session], tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_a_session_writes_nothing_into_a_new_directory_in_the_place_of_its_own(s
         with socket.create_connection(("localhost", port)) as sock:
             return call(sock, REQUESTS_KEY, {"op": "describe"})["draining"]
 
-    assert wait_until(draining, 20) and "is gone" in draining()
+    assert wait_until(draining) and "is gone" in draining()
     with socket.create_connection(("localhost", port)) as sock:
         call(sock, REQUESTS_KEY, {"op": "stop"})
     assert one.process.wait(30) == 0 and one.file.read_bytes() == b""
@@ -378,8 +378,8 @@ def test_only_an_idle_session_yields(session: Callable[..., Session]) -> None:
     one.end_of("a")
     ended = time.monotonic()
     assert one.ask(op="yield")["error"] == "busy" and one.process.poll() is None
-    assert wait_until(lambda: getattr(one.announced(), "idle", False), 20)
-    assert wait_until(lambda: one.ask(op="yield")["ok"], 30) and time.monotonic() - ended > 4
+    assert wait_until(lambda: getattr(one.announced(), "idle", False))
+    assert wait_until(lambda: one.ask(op="yield")["ok"]) and time.monotonic() - ended > 4
     assert one.process.wait(20) == 0
     announced = one.announced()
     assert announced is not None and "another job of its user waits for its nodes" in str(announced.closing)
@@ -531,7 +531,7 @@ def test_a_full_disk_affects_only_its_payload(session: Callable[..., Session], f
         while True:
             filler.write(b"x" * 4096)
     assert one.run("c", "pass")["error"] == "record"
-    assert wait_until(lambda: one.ask(op="describe")["payloads"] == [], 20)
+    assert wait_until(lambda: one.ask(op="describe")["payloads"] == [])
     os.unlink(full_disk / "filler")
     assert one.run("d", "pass")["ok"] and one.end_of("d")["exit_code"] == 0
 
@@ -550,7 +550,7 @@ def test_stray_processes_without_the_payloads_environment_are_ended(session: Cal
     one.run("a", f"import subprocess; subprocess.Popen({command}, stdout=-3, stderr=-3); import time; time.sleep(0.5)")
     one.end_of("a")
     pid = int(child.read_text())
-    assert wait_until(lambda: not os.path.exists(f"/proc/{pid}"), 5)
+    assert wait_until(lambda: not os.path.exists(f"/proc/{pid}"))
 
 
 def test_only_this_machine_reaches_a_local_session(session: Callable[..., Session]) -> None:
@@ -662,7 +662,7 @@ def test_a_request_that_was_refused_may_be_repeated(session: Callable[..., Sessi
     for _ in range(3):
         answer = one.run("a", "pass")
         assert answer["error"] == "refused" and SECRETS in answer["message"]
-    assert wait_until(lambda: len(os.listdir(f"/proc/{pid}/fd")) <= before, 5)
+    assert wait_until(lambda: len(os.listdir(f"/proc/{pid}/fd")) <= before)
     assert not (one.run_dir("a") / "journal.reserve").exists()
     (one.run_dir("a") / SECRETS).write_text('{"A": "1"}')
     assert one.run("a", "import os; os._exit(int(os.environ['A']))")["ok"] and one.end_of("a")["exit_code"] == 1

@@ -187,8 +187,8 @@ def site(stack: Stack, site_ssh: SSHConnectionResource, env_path: str) -> Iterat
     try:
         assert wait_until(lambda: not place.jobs(), 45), place.sh("squeue --me")
         for service in NODES:
-            assert wait_until(lambda node=service: not place.processes(node), 15), (service, place.processes(service))
-            assert wait_until(lambda node=service: not place.left(node), 5), (service, place.left(service))
+            assert wait_until(lambda node=service: not place.processes(node)), (service, place.processes(service))
+            assert wait_until(lambda node=service: not place.left(node)), (service, place.left(service))
         assert not (own := [line for line in place.processes("edge") if base in line]), own
     finally:
         place.sh('scancel --quiet --me; chmod -R u+w -- "$1" 2>/dev/null; rm -rf -- "$1"', base)

@@ -106,7 +106,7 @@ def test_the_dashboard_and_jobs_of_a_running_step(
 
         site.sh('touch "$1/data/go"', site.base)
         running.result()
-        assert wait_until(lambda: process.poll() is not None, 30), said.read_text()
+        assert wait_until(lambda: process.poll() is not None), said.read_text()
         assert process.returncode == 0 and said.read_text().count("has ended") == 1, said.read_text()
     refused = site.rayslurm("dashboard", job)
     assert refused.returncode == 1 and refused.stderr.startswith("Error: ") and refused.stderr.count("\n") == 1
@@ -130,6 +130,6 @@ def test_a_warm_session_is_reached_again_after_a_lost_link(
         assert get(f"{url}api/version") == get(f"{other}api/version")
         kill = "for p in $(ps -eo pid,args | awk '/sshd: dev/ && !/awk/ {print $1}'); do kill -9 $p; done"
         site.stack.exec("edge", ["sh", "-c", kill])
-        assert wait_until(lambda: get(f"{url}api/version")["ray_version"], 30), said.read_text()
+        assert wait_until(lambda: get(f"{url}api/version")["ray_version"]), said.read_text()
         assert compute.cleanup_cluster(cluster_id)
-        assert wait_until(lambda: said.read_text().count("has ended") == 1, 30), said.read_text()
+        assert wait_until(lambda: said.read_text().count("has ended") == 1), said.read_text()

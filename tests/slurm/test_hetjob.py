@@ -242,7 +242,7 @@ def test_a_component_that_waits_is_named(
 ) -> None:
     other = "#!/bin/sh\n#SBATCH --partition=gpu --nodes=2 --exclusive --time=4\nsleep 200\n"
     occupant = site.sh('printf %s "$1" | sbatch --parsable --output=/dev/null', other).strip()
-    assert wait_until(lambda: site.sh(f"squeue --noheader --jobs={occupant} --format=%T").strip() == "RUNNING", 30)
+    assert wait_until(lambda: site.sh(f"squeue --noheader --jobs={occupant} --format=%T").strip() == "RUNNING")
     failure = run_asset(het_compute(queue_timeout=40), script("pass"), uses_pipes=False).failure
     site.sh(f"scancel {occupant}")
     assert failure.kind == "allocation" and "queue_timeout=40" in (failure.description or "")
@@ -281,7 +281,7 @@ def test_an_interrupted_run_ends_all_components(phase: str, site: Site, script: 
         process.send_signal(signal.SIGINT)
         assert wait_until(lambda: process.poll() is not None, 60), (tmp_path / "log").read_text()
         assert process.returncode != 0, (tmp_path / "log").read_text()
-    assert wait_until(lambda: not site.jobs(), 5), site.sh("squeue --me")
+    assert wait_until(lambda: not site.jobs()), site.sh("squeue --me")
 
 
 @pytest.mark.parametrize(

@@ -100,8 +100,8 @@ def test_a_payload_and_a_cluster_each(separate: Make, script: Any, site: Site) -
     assert rows["two"]["GPUs"] == 4 and rows["two"]["nodes"] == "g1, g2" and metadata["Slurm job ID"] == run.job_id
     assert [(path.parent.name, path.read_text()) for path in run.outputs] == [(name, name) for name in ("one", "plain", "two")]
     assert site.sh('ls "$1/runs"', site.base).split() == []
-    state = wait_until(lambda: site.sh(f"squeue --noheader --states=all --jobs={run.job_id} --format=%T").split(), 20)
-    assert state and wait_until(lambda: not site.jobs(), 10)
+    state = wait_until(lambda: site.sh(f"squeue --noheader --states=all --jobs={run.job_id} --format=%T").split())
+    assert state and wait_until(lambda: not site.jobs())
 
 
 @pytest.mark.parametrize("failing", ["cpu", "gpu"])
@@ -116,7 +116,7 @@ def test_the_first_failure_ends_all(failing: str, separate: Make, script: Any, s
     )
     assert site.lines(f"ended-{other}") == ["x"]
     job_id = failure.metadata["Slurm job ID"].value
-    assert wait_until(lambda: not site.jobs(), 20)
+    assert wait_until(lambda: not site.jobs())
     assert f"{job_id} FAILED 3:0" in site.sh(
         f"scontrol show job {job_id} --oneliner | tr ' ' '\\n' | grep -E '^(JobState|ExitCode)=' "
         f"| head -2 | cut -d= -f2 | xargs echo {job_id}"
@@ -169,7 +169,7 @@ def test_a_cancelled_run_ends_all(phase: str, separate: Make, script: Any, site:
     monkeypatch.setattr(Follower, "poll", interrupted)
     with pytest.raises(KeyboardInterrupt):
         dg.materialize([slow], resources={"compute": compute})
-    assert wait_until(lambda: not site.jobs(), 5), site.sh("squeue --me")
+    assert wait_until(lambda: not site.jobs()), site.sh("squeue --me")
     if phase == "running":
         assert site.lines("ended-cpu") == site.lines("ended-gpu") == ["x"]
         assert "cancelled from Dagster" in site.sh('cat "$1"/runs/*/components/gpu/journal.jsonl', site.base)

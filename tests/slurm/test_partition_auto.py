@@ -38,10 +38,10 @@ def test_a_job_runs_where_it_fits_and_nodes_are_free(
     assert where(auto, script, queue={"gpus_per_node": 1}) == "gpu"
     assert 'partition="auto" is gpu, the first that fits and is free' in capfd.readouterr().err
     blocker = site.sh("sbatch --parsable -p compute -N 2 --exclusive -t 5 -o /dev/null --wrap='sleep 200'").strip()
-    assert wait_until(lambda: site.sh(f"squeue --noheader --states=RUNNING --jobs={blocker} --format=%A"), 30)
+    assert wait_until(lambda: site.sh(f"squeue --noheader --states=RUNNING --jobs={blocker} --format=%A"))
     assert where(auto, script) == "gpu"
     assert "passed over compute: 0 of 2 nodes free" in capfd.readouterr().err
-    assert wait_until(lambda: site.jobs() == [blocker], 30)
+    assert wait_until(lambda: site.jobs() == [blocker])
     failure = run_asset(auto, script(TELL), queue={"cpus_per_node": 1000}).failure
     assert failure.kind == "configuration" and 'partition="auto": no partition fits (' in str(failure.description)
     assert site.jobs() == [blocker]

@@ -128,7 +128,7 @@ def follow(
 
 
 def facts_of(edge: Connection, submission: Submission, complete: Callable[[JobFacts], bool] = lambda facts: True) -> JobFacts:
-    facts = wait_until(lambda: (facts := fetch_job_facts(edge, submission.job_id)) and complete(facts) and facts, 20)
+    facts = wait_until(lambda: (facts := fetch_job_facts(edge, submission.job_id)) and complete(facts) and facts)
     assert facts, fetch_job_facts(edge, submission.job_id)
     return facts
 
@@ -218,7 +218,7 @@ def check_absence(healthy: SharedQueue, down: SharedQueue, gone: Submission, mon
                 watches[queue] = watches[queue].seen(snapshot.began, snapshot.job(gone.job_id))
         return watches[healthy].view.phase == JobPhase.LOST
 
-    assert wait_until(lambda: lost() and down.error, 30), watches
+    assert wait_until(lambda: lost() and down.error), watches
     assert watches[down].view == JobStatus(JobPhase.UNKNOWN)
     assert down.error is not None and "squeue did not answer" in down.error and healthy.error is None
 

@@ -49,7 +49,7 @@ def test_a_payload_runs_in_a_job(slurm_compute: Callable[..., ComputeResource], 
     assert f"Comment=dagster run {ran.result.run_id} step asset_under_test" in facts
     assert "JobName=rayslurm-asset_under_test-" in facts and "s3cret-value" not in facts
     # The job is over as soon as its payload is, and nothing of a success stays.
-    assert wait_until(lambda: not site.jobs(), 30), site.sh("squeue --me")
+    assert wait_until(lambda: not site.jobs()), site.sh("squeue --me")
     assert site.sh('ls "$1/runs"', site.base).split() == []
 
 
@@ -79,7 +79,7 @@ def test_sacct_tells_the_same(slurm_compute: Callable[..., ComputeResource], scr
     def accounted() -> list[str]:
         return site.sh(f"sacct -j {job_id}.0 --noheader --parsable2 --format=TotalCPU,MaxRSS,State,ExitCode").split()
 
-    row = wait_until(lambda: [line for line in accounted() if "COMPLETED" in line], 20)
+    row = wait_until(lambda: [line for line in accounted() if "COMPLETED" in line])
     assert row, accounted()
     cpu, rss, _, exit_code = row[0].split("|")
     minutes, _, seconds = cpu.partition(":")
@@ -125,7 +125,7 @@ def test_sacct_tells_the_same_of_ray_on_two_nodes(slurm_compute: Callable[..., C
     def accounted() -> list[str]:
         return site.sh(f"sacct -j {job_id}.0 --noheader --parsable2 --format=TotalCPU,MaxRSS,State").split()
 
-    row = wait_until(lambda: [line for line in accounted() if "COMPLETED" in line], 20)
+    row = wait_until(lambda: [line for line in accounted() if "COMPLETED" in line])
     assert row, accounted()
     cpu, rss, _ = row[0].split("|")
     minutes, _, seconds = cpu.partition(":")

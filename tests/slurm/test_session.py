@@ -323,7 +323,7 @@ def test_others_wait_for_it_still(
     """Whoever asked first gives up; the session comes up for those who have not."""
     blocker = block(site)
     patient = start(session_compute(), script(WHERE))
-    assert wait_until(lambda: len(site.jobs()) == 2, 30)
+    assert wait_until(lambda: len(site.jobs()) == 2)
     failure = run_asset(session_compute(queue_timeout=3), script(WHERE)).failure
     assert failure.kind == "allocation" and len(site.jobs()) == 2
     site.sh('scancel "$1"', blocker)

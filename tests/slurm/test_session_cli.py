@@ -85,7 +85,7 @@ def test_a_session_in_the_queue(
     compute = slurm_compute(queue={"extra_sbatch": ["--begin=now+1hour"]}, mode="slurm-session")
     running: Running = start(compute, script("pass"), uses_pipes=False)
     job = running.job("PENDING")
-    assert wait_until(lambda: rows(rayslurm("list", "--json")), 20)
+    assert wait_until(lambda: rows(rayslurm("list", "--json")))
     (row,) = rows(rayslurm("list", "--json"))
     assert row["state"] == "pending" and row["reason"].startswith("BeginTime, expected by ") and row["job_id"] == job
     assert "BeginTime" in rayslurm("show", job).stdout
@@ -131,7 +131,7 @@ def test_a_sweep_leaves_a_session_that_lives(
     ran = run_asset(compute, script("pass"), uses_pipes=False)
     assert ran.metadata["Session reused"] is True
     site.sh("scancel --quiet --me")
-    assert wait_until(lambda: not site.jobs(), 30)
+    assert wait_until(lambda: not site.jobs())
     site.sh(aged, site.base)
     swept = sweep_remote(commands, site.base, 14, every_minutes=0)
     assert {path.partition("/")[0] for path in swept} >= {"sessions", "runtime"}, swept

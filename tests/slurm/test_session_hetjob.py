@@ -196,7 +196,7 @@ def test_another_component_is_cancelled(het_compute: Make, script: Any, site: Si
     (job,) = leaders(site)
     site.killed = True
     site.stack.exec("slurmctld", ["scancel", f"{job}+1"])
-    assert wait_until(lambda: json.loads(site.sh('cat "$1"/sessions/*/1/session.json', site.base))["closing"], 20)
+    assert wait_until(lambda: json.loads(site.sh('cat "$1"/sessions/*/1/session.json', site.base))["closing"])
     second = run_asset(compute, script(PLAIN, "plain.py"), launcher=BashLauncher())
     assert value_of(second, "job") != job and second.metadata["Slurm session"].endswith("/2")
     failure = running.result(90).failure
@@ -225,9 +225,9 @@ def test_one_that_waits(het_compute: Make, script: Any, site: Site, start: Any, 
     everything = "sbatch --parsable --partition=gpu --exclusive --nodes=2 --time=3 --output=/dev/null --wrap='sleep 150'"
     blocker = site.sh(everything).strip()
     waiting: Running = start(het_compute(queue_timeout=30), script(PLACED))
-    assert wait_until(lambda: len(leaders(site)) == 2, 30)
+    assert wait_until(lambda: len(leaders(site)) == 2)
     (job,) = set(leaders(site)) - {blocker}
-    listed = wait_until(lambda: rayslurm("list", "--json"), 20)
+    listed = wait_until(lambda: rayslurm("list", "--json"))
     (row,) = map(json.loads, listed.splitlines())
     assert (row["job_id"], row["state"], row["partition"]) == (job, "pending", "compute, gpu") and row["reason"]
     failure = waiting.result(90).failure
@@ -235,7 +235,7 @@ def test_one_that_waits(het_compute: Make, script: Any, site: Site, start: Any, 
     assert leaders(site) == [blocker]
 
     waiting = start(het_compute(), script(PLACED))
-    assert wait_until(lambda: len(leaders(site)) == 2 and rayslurm("list", "--json"), 30)
+    assert wait_until(lambda: len(leaders(site)) == 2 and rayslurm("list", "--json"))
     (job,) = set(leaders(site)) - {blocker}
     assert f"Slurm job {job}" in rayslurm("stop", job) and leaders(site) == [blocker]
     failure = waiting.result(90).failure

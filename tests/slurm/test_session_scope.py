@@ -107,7 +107,7 @@ def test_the_session_lives_as_long_as_the_run(job: Job, site: Site, executor: st
     assert process.wait(150) == 0, job.log
     first, second = jobs_seen(site)
     assert first == second, "both steps found the same session"
-    assert wait_until(lambda: over(site), 30), site.sh("squeue --me")
+    assert wait_until(lambda: over(site)), site.sh("squeue --me")
 
 
 def test_a_notebook_outlives_its_runs(
@@ -123,5 +123,5 @@ def test_a_notebook_outlives_its_runs(
 
     for _ in range(2):
         assert dg.materialize([one], resources={"compute": compute}).success
-        assert wait_until(lambda: over(site), 30), site.sh("squeue --me")
+        assert wait_until(lambda: over(site)), site.sh("squeue --me")
     assert len(set(jobs_seen(site))) == 2

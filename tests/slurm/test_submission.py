@@ -121,7 +121,7 @@ def test_variables_of_slurm_neither_hide_the_job_nor_come_into_it(sender: Sender
         said = site.connection.read(f"{sender.run_dir}/node-{node}.log", 0, 9999).decode()
         assert said.splitlines() == [sender.run_dir, "   TRES=cpu=8,mem=600M,node=2"]
     # The exit code is in its file a moment before Slurm has ended the job.
-    facts = wait_until(lambda: (found := fetch_job_facts(login, int(sent.job_id))) and found.is_final and found, 30)
+    facts = wait_until(lambda: (found := fetch_job_facts(login, int(sent.job_id))) and found.is_final and found)
     assert facts and facts.state == "COMPLETED", facts
     row = fetch_queue(login).job(int(sent.job_id))
     assert row is not None and row.name == sender.name
@@ -132,7 +132,7 @@ def test_a_job_is_found_and_cancelled_whatever_hides_it(sender: Sender, site: Si
     sent = sender.submit(login)
     assert sender.jobs() == [sent.job_id] and len(sender.warnings) == 1
     assert run_slurm(login, ["scancel", sent.job_id]).returncode == 0
-    assert wait_until(lambda: not sender.jobs(), 20)
+    assert wait_until(lambda: not sender.jobs())
 
 
 @pytest.mark.parametrize(
@@ -205,4 +205,4 @@ def test_a_job_that_comes_late_is_cancelled(sender: Sender, site: Site) -> None:
     login.run = late  # type: ignore[method-assign]
     with pytest.raises(SubmissionRefused):
         sender.submit(login)
-    assert looks == 2 and wait_until(lambda: not sender.jobs(), 20)
+    assert looks == 2 and wait_until(lambda: not sender.jobs())

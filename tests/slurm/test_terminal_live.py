@@ -77,7 +77,7 @@ def test_top_on_four_nodes(site: Site, session: str, tmp_path: Path) -> None:
         screen.press("Tab", "Tab")
         assert screen.shows(r"jobs \(1\)[\s\S]*sleeper +.* RUNNING +.* sleep 600"), screen.text()
         screen.press("q")
-        assert wait_until(lambda: not screen.text(), 30), screen.text()
+        assert wait_until(lambda: not screen.text()), screen.text()
     assert site.rayslurm("job", "stop", session, "sleeper").returncode == 0
 
 

@@ -4,7 +4,6 @@ import contextlib
 import os
 import subprocess
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -138,9 +137,8 @@ def test_what_is_there_costs_one_small_call(edge: Connection, base: str, source:
     install(first, base, [made, script], lambda *told: progress.append(told))  # type: ignore[arg-type]
     assert first.asked.count("upload") == 1 and progress[-1][0] == progress[-1][1] > 12 * 2**20 and len(progress) > 10
     second = Counting(edge)
-    began = time.monotonic()
     install(second, base, [made, script])  # type: ignore[arg-type]
-    assert second.asked == ["call"] and time.monotonic() - began < 1
+    assert second.asked == ["call"]
     (source / "pkg/train.py").write_text("print(2)")
     changed = bundle_files({"train.py": str(source / "pkg/train.py")})
     third = Counting(edge)
@@ -227,9 +225,8 @@ def test_the_environment_of_the_stack(edge: Connection, base: str, stack: Any) -
     path = stack.env["RAYSLURM_ENV_PATH"]
     assert look(Counting(edge), path, base) == Interpreter(f"{path}/bin/python")
     again = Counting(edge)
-    began = time.monotonic()
     assert look(again, path, base) == Interpreter(f"{path}/bin/python")
-    assert again.asked == ["call"] and time.monotonic() - began < 1
+    assert again.asked == ["call"]
     assert run(edge, "find", f"{base}/environments", "-perm", "/077") == ""
     with pytest.raises(StartError, match=r"^environment: on dev@.* has Ray 2\..*, and ray_version asks for 2.1.0"):
         look(edge, path, base, ray_version="2.1.0")

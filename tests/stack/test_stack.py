@@ -40,7 +40,7 @@ def finish(stack: Stack, job: str) -> str:
         going_on = [line for line in said if line.startswith(("PENDING", "RUNNING", "COMPLETING"))]
         return [] if going_on else said
 
-    said = wait_until(ended, 30)
+    said = wait_until(ended)
     assert said, f"job {job} goes on"
     shown = shell(stack, f"scontrol show job {job}").split()
     codes = [word.removeprefix("ExitCode=") for word in shown if word.startswith("ExitCode=")]
@@ -58,7 +58,7 @@ def test_nodes_partitions_and_version(stack: Stack) -> None:
     }
     # A job of another test may just be ending.
     nodes = ["sinfo", "--noheader", "--Node", "--format=%N %P %c %m %G %T"]
-    assert wait_until(lambda: set(stack.exec("edge", nodes).splitlines()) == expected, 10), stack.exec("edge", nodes)
+    assert wait_until(lambda: set(stack.exec("edge", nodes).splitlines()) == expected), stack.exec("edge", nodes)
     for service in ("edge", "slurmctld", *COMPUTE_NODES):
         assert f" {DEBIANS[stack.debian]}." in stack.exec(service, ["sinfo", "--version"])
 
@@ -97,7 +97,7 @@ def test_batch_job(stack: Stack) -> None:
     assert shell(stack, f"cat /scratch/{job}.out; rm /scratch/{job}.out") == "from c1\n"
     accounted = f"sacct --noheader --parsable2 --allocations --jobs={job} --format=State,ExitCode,Account,User"
     if stack.accounting:
-        assert wait_until(lambda: shell(stack, accounted).strip() == "FAILED|3:0|study|dev", 10), shell(stack, accounted)
+        assert wait_until(lambda: shell(stack, accounted).strip() == "FAILED|3:0|study|dev"), shell(stack, accounted)
     else:
         assert "accounting storage is disabled" in stack.exec("edge", shlex.split(accounted), user="dev", check=False)
 
@@ -127,7 +127,7 @@ def test_a_job_above_its_memory_is_killed(stack: Stack) -> None:
         def accounted() -> set[tuple[str, ...]]:
             return {tuple(line.split("|")) for line in shell(stack, command).splitlines()}
 
-        assert wait_until(lambda: accounted() == expected, 10), accounted()
+        assert wait_until(lambda: accounted() == expected), accounted()
 
 
 def test_ray_on_a_compute_node(stack: Stack) -> None:
@@ -168,7 +168,7 @@ def test_login(stack: Stack) -> None:
 def test_second_up_disturbs_nothing_and_nothing_is_left(stack: Stack) -> None:
     job = submit(stack, "--output=/dev/null", script="sleep 100")
     running = f"squeue --noheader --jobs={job} --states=RUNNING"
-    assert wait_until(lambda: shell(stack, running), 10)
+    assert wait_until(lambda: shell(stack, running))
     services = ("slurmctld", "edge", *COMPUTE_NODES)
     before = [stack.container(service) for service in services]
     settings = {"RAYSLURM_STACK_DEBIAN": stack.debian, "RAYSLURM_STACK_ACCOUNTING": "on" if stack.accounting else "off"}

@@ -185,7 +185,7 @@ def test_payloads_run_inside(cluster: Cluster, fake_slurm: FakeSlurm, tmp_path: 
     mounts = [word for word in cluster.calls()[-1] if str(cluster.data) in word]
     assert f"{cluster.data}:{cluster.data}" in mounts[0]
     # Nothing of this is left running.
-    assert wait_until(lambda: not [line for line in processes() if str(cluster.base) in line], 30), processes()
+    assert wait_until(lambda: not [line for line in processes() if str(cluster.base) in line]), processes()
 
 
 def processes() -> list[str]:
@@ -229,7 +229,7 @@ def test_what_runs_programs_outside_ends_with_the_runtime(cluster: Cluster, tmp_
     assert loops() == [loop]  # scancel signals the whole step, and the runtime may have a grace period.
     runtime.kill()
     runtime.communicate()
-    assert wait_until(lambda: not loops(), 30)
+    assert wait_until(lambda: not loops())
 
 
 @pytest.mark.parametrize("runtime", list(RUNTIMES))
@@ -453,7 +453,7 @@ raise SystemExit(processes.guard(main, in_a_step=True))
     stepd = subprocess.Popen(["sleep", "60"])
     env = {**os.environ, "RAYSLURM_PARENT": str(stepd.pid)}
     keeper = subprocess.Popen([sys.executable, "-c", code], env={**env, "PYTHONPATH": os.getcwd()}, cwd=tmp_path)
-    assert wait_until((tmp_path / "up").exists, 30)
+    assert wait_until((tmp_path / "up").exists)
     stepd.kill()
     stepd.wait()
     assert keeper.wait(20) == 128 + signal.SIGTERM

@@ -313,7 +313,7 @@ def probed(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     started = [subprocess.Popen(command, env={**os.environ, "SLURM_PROCID": str(rank)}) for rank in (0, 1)]
     try:
         complete = lambda: all(facts := site.probe_state(str(run_dir), 2)) and facts[1]["peers"]  # noqa: E731
-        assert wait_until(complete, 30)
+        assert wait_until(complete)
         facts = site.probe_state(str(run_dir), 2)
         yield facts, site.reach_and_measure(str(run_dir), facts, 20.0)
         (run_dir / machine.STOP).write_text("1")

@@ -155,7 +155,7 @@ def test_an_interrupt_leaves_the_connection_whole(moment: str, connect: Any, mon
         assert connection.run(["echo", "x"]).stdout == b"x\n"
         assert len(transport.streams) == 1
         mark = os.environ["PYTEST_OF_RAYSLURM"]
-        assert wait_until(lambda: not sleeps(mark), 20)
+        assert wait_until(lambda: not sleeps(mark))
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -190,7 +190,7 @@ def test_the_end_of_the_connection_kills_commands_that_are_just_beginning(connec
         connection.home()
         with ThreadPoolExecutor(20) as pool:
             running = [pool.submit(connection.run, ["sleep", "57"]) for _ in range(20)]
-            assert wait_until(lambda: sleeps(os.environ["PYTEST_OF_RAYSLURM"]), 30)
+            assert wait_until(lambda: sleeps(os.environ["PYTEST_OF_RAYSLURM"]))
             transport.streams[0].close()
             assert all(isinstance(each.exception(), ConnectionLost) for each in running)
 
@@ -201,12 +201,12 @@ def test_the_end_of_the_connection_kills_all_commands(connect: Any) -> None:
     with ThreadPoolExecutor(3) as pool:
         running = [pool.submit(connection.run, command) for _ in range(3)]
         mark = os.environ["PYTEST_OF_RAYSLURM"]
-        assert wait_until(lambda: sum("sleep" in p.name() for p in marked_processes(mark)) == 9, 30)
+        assert wait_until(lambda: sum("sleep" in p.name() for p in marked_processes(mark)) == 9)
         transport.streams[0].close()
         for each in running:
             with pytest.raises(ConnectionLost):
                 each.result()
-    assert wait_until(lambda: not marked_processes(mark), 30)
+    assert wait_until(lambda: not marked_processes(mark))
     assert transport.streams[0].process.wait(5) == 0
 
 
@@ -217,7 +217,7 @@ def test_a_signal_ends_the_agent_with_its_commands(signum: signal.Signals, conne
     threading.Timer(0.3, transport.streams[0].process.send_signal, [signum]).start()
     with pytest.raises(ConnectionLost):
         connection.run(["sleep", "66"])
-    assert wait_until(lambda: not marked_processes(os.environ["PYTEST_OF_RAYSLURM"]), 30)
+    assert wait_until(lambda: not marked_processes(os.environ["PYTEST_OF_RAYSLURM"]))
 
 
 def test_a_command_may_not_be_repeated_and_a_read_may(connect: Any, tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_an_agent_that_is_gone_raises_before_a_command(connect: Any) -> None:
     stream = Pipe("sh", "-c", (command := agent_command(SSH))[0])
     client = AgentClient(SSH, stream, command[1])
     stream.close()
-    assert wait_until(lambda: client.lost, 20)
+    assert wait_until(lambda: client.lost)
     with pytest.raises(ConnectionGone):
         client.submit(None, files.home)
     stream.process.wait(30)
@@ -291,7 +291,7 @@ def test_a_call_that_nobody_waits_for_any_more_is_ended(connect: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         connection.run(["sleep", "55"])
     mark = os.environ["PYTEST_OF_RAYSLURM"]
-    assert wait_until(lambda: not sleeps(mark), 20)
+    assert wait_until(lambda: not sleeps(mark))
     assert connection.run(["echo", "x"]).stdout == b"x\n"
 
 
@@ -321,7 +321,7 @@ def test_a_deadline_kills_the_session_of_a_command() -> None:
     began = time.monotonic()
     code, out, _ = processes.run(["sh", "-c", "echo x; trap '' TERM; timeout 44 sleep 44 & sleep 44; sleep 44"], b"", 0.5)
     assert (code, out) == (None, b"x\n") and 2 < time.monotonic() - began < 30
-    assert wait_until(lambda: not marked_processes(os.environ["PYTEST_OF_RAYSLURM"]), 10)
+    assert wait_until(lambda: not marked_processes(os.environ["PYTEST_OF_RAYSLURM"]))
 
 
 def test_a_command_that_closes_its_streams_is_waited_for() -> None:

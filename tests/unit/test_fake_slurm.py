@@ -38,7 +38,7 @@ def facts_once(slurm: FakeSlurm, job_id: int) -> JobFacts:
         facts = fetch_job_facts(slurm.connection, job_id)
         return facts if facts is not None and facts.state == facts.final_state else None
 
-    facts = wait_until(final, 20)
+    facts = wait_until(final)
     assert facts, (slurm.base / "state.json").read_text()
     return facts
 
@@ -70,7 +70,7 @@ def test_a_job_ends_as_on_a_real_cluster(
 ) -> None:
     job_id = send(fake_slurm, tmp_path / "run", command)
     if fate is not None:
-        assert wait_until(lambda: "RUNNING" in fake_slurm.state(job_id), 30)
+        assert wait_until(lambda: "RUNNING" in fake_slurm.state(job_id))
         fate(fake_slurm, job_id)
     facts, real = facts_once(fake_slurm, job_id), recorded(version, name)
     assert (facts.state, facts.final_state, facts.reason) == (real.state, real.final_state, real.reason)
@@ -128,9 +128,9 @@ def test_what_cannot_be_granted_is_refused_in_slurms_words(fake_slurm: FakeSlurm
 
 def test_a_requeued_job_runs_again_under_its_id(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     job_id = send(fake_slurm, tmp_path / "run", ["sh", "-c", "[ -e again ] || { touch again; exec sleep 30; }"], requeue=True)
-    assert wait_until((tmp_path / "run" / "again").exists, 30)
+    assert wait_until((tmp_path / "run" / "again").exists)
     fake_slurm.end(job_id, "REQUEUED")
-    facts = wait_until(lambda: fake_slurm.state(job_id) == "COMPLETED" and fetch_job_facts(fake_slurm.connection, job_id), 30)
+    facts = wait_until(lambda: fake_slurm.state(job_id) == "COMPLETED" and fetch_job_facts(fake_slurm.connection, job_id))
     assert facts and facts.restarts == 1
     assert parse_exit((tmp_path / "run" / "exit").read_bytes(), job_id) == 0
 

@@ -69,13 +69,13 @@ def test_payloads_that_are_due_together_are_read_by_one_call(tmp_path: Path) -> 
     hub = Hub(connection)
     directories = [tmp_path / str(number) for number in range(200)]
     ended = [hub.follow(following(connection, each), 0.0) for each in directories]
-    assert wait_until(lambda: len(connection.calls) > 5, 10)
+    assert wait_until(lambda: len(connection.calls) > 5)
     for each in directories:
         end(each)
     for each in ended:
         each.ended.result(timeout=30)
     assert set(connection.calls) == {""}  # None reads a file by itself.
-    assert wait_until(lambda: not [each for each in threading.enumerate() if each.name == "rayslurm-this machine"], 5)
+    assert wait_until(lambda: not [each for each in threading.enumerate() if each.name == "rayslurm-this machine"])
 
 
 def test_callers_that_block_and_callers_that_await_share_one_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_callers_that_block_and_callers_that_await_share_one_reader(tmp_path: Pa
     with ThreadPoolExecutor(11) as pool:
         blocked = [pool.submit(drive, waiting(following(connection, each))) for each in directories[:10]]
         awaited = pool.submit(all_of, [(waiting(following(connection, each)), hub_of(connection)) for each in directories[10:]])
-        assert wait_until(lambda: len(connection.calls) > 50, 10)
+        assert wait_until(lambda: len(connection.calls) > 50)
         assert [each.name for each in threading.enumerate()].count("rayslurm-this machine") == 1
         for each in directories:
             end(each)

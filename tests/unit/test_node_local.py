@@ -68,7 +68,7 @@ class Run:
 
     def wait(self) -> None:
         """Wait until the nodes have cleaned up, and their job is over."""
-        assert wait_until(lambda: not self._slurm.jobs("RUNNING", "COMPLETING"), 20)
+        assert wait_until(lambda: not self._slurm.jobs("RUNNING", "COMPLETING"))
 
     @property
     def found(self) -> list[str]:
@@ -152,7 +152,7 @@ def test_a_disk_that_fills_up(
         assert run.found[0] == str(run.shared)
         said = capfd.readouterr().err
         assert "as it cannot be copied: " in said and "No space left on device" in said
-        assert wait_until(lambda: not list(disk.iterdir()), 30)
+        assert wait_until(lambda: not list(disk.iterdir()))
 
 
 ENTER = """
@@ -168,7 +168,7 @@ def test_a_job_that_is_cancelled_while_it_copies(tmp_path: Path, scratch_base: P
     commands = [["sh", "-c", 'touch "$1/half"; exec sleep 60', "sh", "{prefix}"]]
     (tmp_path / "rayslurm.json").write_text(json.dumps({"node_local": commands, "bytes": 1}))
     process = subprocess.Popen([sys.executable, "-c", ENTER, str(tmp_path / "bin/python")])
-    assert wait_until(lambda: list(scratch_base.glob("rs-*/environment/half")), 20)
+    assert wait_until(lambda: list(scratch_base.glob("rs-*/environment/half")))
     process.terminate()
     assert process.wait(30) == 128 + 15
     assert not list(scratch_base.glob("rs-*"))

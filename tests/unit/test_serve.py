@@ -91,7 +91,7 @@ def test_top_asks_at_most_once_a_second_while_no_nodes_are_known(url: str, monke
     watch = Watch(url, None)
     thread = threading.Thread(target=watch.run)
     thread.start()
-    assert wait_until(lambda: len(asked) == 3, 20)
+    assert wait_until(lambda: len(asked) == 3)
     watch.over.set()
     thread.join(10)
     assert asked[2] - asked[0] > 1.5
@@ -221,7 +221,7 @@ def test_the_browser_gets_a_link_that_works_once(tmp_path: Path, url: str, found
         secret = process.stdout.readline().split("/")[3]
         process.stderr.readline()
         if found:
-            assert wait_until((tmp_path / "said").exists, 30) and wait_until((tmp_path / "said").read_text, 10)
+            assert wait_until((tmp_path / "said").exists) and wait_until((tmp_path / "said").read_text)
             assert (tmp_path / "said").read_text() == "200 403\n" and secret not in (tmp_path / "link").read_text()
         else:
             assert "no browser can be opened here" in process.stderr.readline()

@@ -386,7 +386,7 @@ def test_waiting_goes_on_while_the_cluster_is_out_of_reach(cluster: Cluster, err
     with ThreadPoolExecutor(1) as pool:
         acquiring = pool.submit(cluster.acquisition(log=log, commands=connection).acquire, 0)
         place = cluster.directory / "1"
-        assert wait_until(lambda: (place / "waiting").exists(), 20)
+        assert wait_until(lambda: (place / "waiting").exists())
         connection.error = error
         time.sleep(2)
         assert not acquiring.done() and cluster.jobs("PENDING") == ["1"]
@@ -402,7 +402,7 @@ def test_waiting_ends_when_patience_does(cluster: Cluster) -> None:
     connection, log = Flaky(), Log()
     with ThreadPoolExecutor(1) as pool:
         acquiring = pool.submit(cluster.acquisition(log=log, commands=connection).acquire, 0)
-        assert wait_until(lambda: (cluster.directory / "1" / "waiting").exists(), 20)
+        assert wait_until(lambda: (cluster.directory / "1" / "waiting").exists())
         connection.error = GONE
         with pytest.raises(ConnectionFailed):
             acquiring.result(20)

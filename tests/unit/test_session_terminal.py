@@ -98,10 +98,10 @@ def test_a_session_is_seen_entered_and_stopped(cluster: Path, fake_slurm: FakeSl
         _enter_jupyter(fake_slurm, tmp_path, row)
         stopped = CliRunner().invoke(main, ["session", "stop", "work"])
         assert stopped.exit_code == 0 and "Slurm job 1" in stopped.stdout, stopped.output
-        assert wait_until(lambda: second.poll() is not None, 30), two.read_text()
+        assert wait_until(lambda: second.poll() is not None), two.read_text()
         assert second.returncode == 0 and two.read_text().count("has ended") == 1, two.read_text()
     assert not fake_slurm.jobs("PENDING", "RUNNING")
-    assert wait_until(lambda: not fake_slurm.processes(), 15)
+    assert wait_until(lambda: not fake_slurm.processes())
 
 
 def _enter_jupyter(fake_slurm: FakeSlurm, tmp_path: Path, row: dict[str, Any]) -> None:

@@ -356,7 +356,7 @@ def test_latest_never_waits(edge: Edge) -> None:
     queue = SharedQueue(edge, str(edge.base / "queue"), INTERVAL)
     assert [queue.latest(EPOCH + step) for step in range(20)] == [None] * 20
     (edge.base / "go").touch()
-    assert wait_until(lambda: queue.latest(EPOCH + 20), 30)
+    assert wait_until(lambda: queue.latest(EPOCH + 20))
     assert edge.commands == 1
 
 
@@ -367,7 +367,7 @@ def test_threads_of_a_process_share_one_query(edge: Edge) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert wait_until(lambda: queue.latest(EPOCH), 30)
+    assert wait_until(lambda: queue.latest(EPOCH))
     assert (len(edge.calls), edge.commands) == (1, 1)
 
 

@@ -378,7 +378,7 @@ def test_sigterm_to_all_processes_leaves_the_exit_code(tmp_path: Path, shell: st
     with (tmp_path / LOG).open("w") as log:
         batch = subprocess.Popen([shell, path], stdout=log, env=environment, start_new_session=True)
     try:
-        wait_until(lambda: "ready" in (tmp_path / LOG).read_text(), 30)
+        wait_until(lambda: "ready" in (tmp_path / LOG).read_text())
         os.killpg(batch.pid, signal.SIGTERM)
         expected = 7 if patient else 128 + signal.SIGTERM
         assert batch.wait(30) == expected

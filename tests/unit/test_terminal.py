@@ -181,7 +181,7 @@ def test_a_signal_cancels_the_run(cluster: Path, fake_slurm: FakeSlurm, signum: 
     process.send_signal(signum)
     _, said = process.communicate(timeout=30)
     assert process.returncode == code and "Traceback" not in said, said
-    assert wait_until(lambda: not fake_slurm.processes(), 30)
+    assert wait_until(lambda: not fake_slurm.processes())
 
 
 # ---- script
@@ -335,7 +335,7 @@ def test_a_run_is_cancelled(rayslurm: Rayslurm, fake_slurm: FakeSlurm, starts: b
         assert refused.exit_code == 1 and "is pending, so there is nothing to enter" in refused.stderr
     done = rayslurm("cancel", name)
     assert done.exit_code == 0 and "ended the run" in done.stdout, done.output
-    assert wait_until(lambda: not fake_slurm.processes(), 30) and not runs(rayslurm)
+    assert wait_until(lambda: not fake_slurm.processes()) and not runs(rayslurm)
 
 
 def test_a_cancelled_run_has_its_own_grace_period(
@@ -366,7 +366,7 @@ def test_a_requeued_run_has_ended_only_at_its_last_end(rayslurm: Rayslurm, fake_
     said: list[Result] = []
     cancelling = threading.Thread(target=lambda: said.append(rayslurm("cancel", "0000aaaa")))
     cancelling.start()
-    assert wait_until((directory / "cancel.json").exists, 30)
+    assert wait_until((directory / "cancel.json").exists)
     cancelling.join(1)
     assert cancelling.is_alive(), said
     with (directory / "journal.jsonl").open("ab") as file:
