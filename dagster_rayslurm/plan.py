@@ -224,8 +224,8 @@ def _refuse_other_program(path: str) -> None:
     """Raise `ValueError` if the file `path` is a shell script or a binary, which Python cannot run."""
     with suppress(OSError), open(path, "rb") as file:
         start, name = file.read(256), os.path.basename(path)
-        # pip writes Python scripts that begin as shell scripts, and start Python with `exec`.
-        if _SHELL_SCRIPT.match(start) and b"exec" not in start and not name.endswith(".py"):
+        # Some of pip's scripts run in the shell and in Python: a line is a command to the one and a string to the other.
+        if _SHELL_SCRIPT.match(start) and not re.search(rb"\n['\"]", start) and not name.endswith(".py"):
             raise ValueError(f'payload_path: {path} is a shell script; write ["bash", {name!r}] and extra_files=[{path!r}]')
         if start.startswith(b"\x7fELF"):
             raise ValueError(f"payload_path: {path} is a binary; write [{'./' + name!r}] and extra_files=[{path!r}]")

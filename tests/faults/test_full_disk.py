@@ -119,7 +119,7 @@ def test_the_tmp_of_the_nodes_is_full(mode: str, make: Make, script: Any, site: 
 
 
 def test_the_tmp_of_the_nodes_fills_up(mode: str, make: Make, script: Any, site: Site, tmp_path: Path) -> None:
-    """If the /tmp of a node fills up while the payload runs, the payload's exit code is told, or else what ended Ray."""
+    """If the /tmp of a node fills up during a payload, the error has its exit code, or says that the full disk ended Ray."""
     idle = {"session": {"idle_timeout": 1}} if mode == "slurm-session" else {}
     with small_tmp(site, tmp_path, "96m", full=False):
         compute = make(queue={"mem": "2500M"}, default_launcher=small_ray(startup_timeout=60), **idle)

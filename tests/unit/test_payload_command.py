@@ -118,6 +118,7 @@ def test_the_variables_for_ray_are_limited_together() -> None:
     [
         (b"#!/bin/bash\necho 1\n", "is a shell script; write [\"bash\", 'step'] and extra_files=['PATH']"),
         (b"#!/usr/bin/env -S sh -e\n", "is a shell script"),
+        (b"#!/bin/sh\nmodule load cuda\nexec python train.py\n", "is a shell script"),
         (b"\x7fELF\x02\x01", "is a binary; write ['./step'] and extra_files=['PATH']"),
     ],
 )

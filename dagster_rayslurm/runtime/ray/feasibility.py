@@ -123,7 +123,10 @@ def fits(bundle: Bundle, node: Node) -> bool:
 
 
 def lacking(bundle: Bundle, node: Node) -> List[str]:
-    """Returns the names of the resources of which `bundle` requests more than `node` has when idle; labels are not checked."""
+    """Returns the names of the resources that are too few: `bundle` requests more of them than `node` has when idle.
+
+    Labels are not checked.
+    """
     return [name for name, amount in bundle.resources.items() if _units(amount) > _has(node, name)]
 
 

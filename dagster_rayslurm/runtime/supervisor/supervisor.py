@@ -146,8 +146,8 @@ class Supervisor:
     def unhealthy(self) -> List[Unhealthy]:
         """The nodes that failed a health check, each as a dictionary with `node`, `check` and `found`.
 
-        With a warm Ray cluster, these are nodes of this cluster. Otherwise, these are the nodes because of which the session
-        drains: they failed the health check of a payload's own Ray cluster. The list is empty if there are no such nodes.
+        With a warm Ray cluster, these are its nodes that failed. Without one, these are the nodes that failed while a payload's
+        own Ray cluster started; a session accepts no further payloads after that. The list is empty if no node failed.
         """
         return self._unhealthy if self.cluster is None else self.cluster.unhealthy
 
