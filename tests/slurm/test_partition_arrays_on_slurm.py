@@ -54,6 +54,7 @@ def test_twelve_partitions_of_which_two_fail(
     slurm_compute: Make, script: Any, site: Site, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One array, at most three at a time; the retry is an array of the two that are missing."""
+    site.killed = True  # Slurm kills all processes of the job that takes too much memory, also the keeper.
     scene = Scene(slurm_compute(SMALL))
     arguments: dict[str, Any] = {"max_concurrent": 3, "allocation": "each"}
     assert scene.run(str(script(SCORE)), tags=tags(KEYS[:12]), retries=1, **arguments).success, scene.failures
