@@ -165,7 +165,7 @@ print(local_copy.remark)
 
 
 def test_a_job_that_is_cancelled_while_it_copies(tmp_path: Path, scratch_base: Path) -> None:
-    commands = [["sh", "-c", 'touch "$1/half"; exec sleep 60', "sh", "{prefix}"]]
+    commands = [["sh", "-c", 'sleep 60 & touch "$1/half"; wait', "sh", "{prefix}"]]
     (tmp_path / "rayslurm.json").write_text(json.dumps({"node_local": commands, "bytes": 1}))
     process = subprocess.Popen([sys.executable, "-c", ENTER, str(tmp_path / "bin/python")])
     assert wait_until(lambda: list(scratch_base.glob("rs-*/environment/half")))

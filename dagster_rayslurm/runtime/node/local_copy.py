@@ -20,7 +20,7 @@ import sys
 import time
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ..process import scratch
+from ..process import processes, scratch
 
 _RECIPE = "rayslurm.json"  # File in the shared environment with the commands that make a copy; `edge.environment` writes it.
 _PREFIX = "{prefix}"  # Stands in these commands for the path of the copy.
@@ -53,6 +53,7 @@ def enter(arguments: Sequence[str]) -> None:
     place = None
     # A signal must not leave half a copy behind. The program that this process becomes handles it in its own way.
     before = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
+    processes.become_subreaper()  # So that `kill_descendants` finds what the commands have started.
     try:
         scratch.sweep()  # Copies of killed jobs take up room.
         place = scratch.Scratch(int(recipe["bytes"] * _ROOM))
@@ -71,6 +72,7 @@ def enter(arguments: Sequence[str]) -> None:
         if place is not None:
             place.remove()
     except BaseException:
+        processes.kill_descendants(os.getpid(), collect=processes.reap)
         if place is not None:
             place.remove()
         raise

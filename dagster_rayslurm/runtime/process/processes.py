@@ -382,7 +382,7 @@ def guard(
     signal.setitimer(signal.ITIMER_REAL, 0)
     for signum in _FORWARDED:
         signal.signal(signum, signal.SIG_IGN)  # There is no child to forward to, and the cleanup must not be interrupted.
-    kill_descendants(os.getpid(), collect=_reap)
+    kill_descendants(os.getpid(), collect=reap)
     scratch.sweep()
     if in_a_step and not has_parent():
         orphaned()
@@ -417,7 +417,7 @@ def _wait(child: int) -> int:
             return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
-def _reap() -> None:
+def reap() -> None:
     """Reap the children that have ended, without blocking."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
