@@ -58,10 +58,11 @@ class _Scheduling(LoadScopeScheduling):
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Called by pytest after collection: marks tests that use the Slurm stack `stack`, and those of `make test-stack` `core`.
 
-    Raises UsageError if all tests are collected, and tests/core.py names a test that is not there.
+    Raises ValueError if all tests are collected, and tests/core.py names a test that is not there. (pytest-xdist hides the text
+    of a UsageError.)
     """
     if config.args == config.getini("testpaths") and (unknown := unknown_entries([item.nodeid for item in items])):
-        raise pytest.UsageError(f"tests/core.py names tests that are not there: {', '.join(unknown)}")
+        raise ValueError(f"tests/core.py names tests that are not there: {', '.join(unknown)}")
     for item in items:
         if "stack" in getattr(item, "fixturenames", ()):
             item.add_marker("stack")
