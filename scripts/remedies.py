@@ -31,6 +31,7 @@ REMEDIES = {
     "removed, see `keep_run_dirs`",
     "--from …: … is neither a ComputeResource nor Definitions": "name a `ComputeResource` or `Definitions` of the module",
     "--from: there is no file …": "correct the path, which is relative to the current directory",
+    "--from: the definitions cannot be loaded: …: …": "correct what the error names; `dg check defs` shows the whole error",
     "--from: … cannot be imported: …: …": "correct the module; `python -c 'import MODULE'` shows the whole error",
     "… has ended already": "do nothing; `rayslurm show` tells how it ended",
     "… has no cluster …; there are …": "use a name that the message lists, or add a table to the file",

@@ -61,6 +61,7 @@ class Entry:
     clusters: Mapping[str, ClusterAccess] = field(default_factory=dict, repr=False)
     # The names of the components of a run if each component has a payload and a directory of its own; otherwise empty.
     components: tuple[str, ...] = ()
+    has_arrays: bool = False  # Whether the run has job arrays, whose elements each have a payload and a directory of their own.
 
     @property
     def title(self) -> str:
@@ -93,6 +94,8 @@ def list_all(connection: Connection, base: str) -> list[Entry]:
     runs = [_run(connection, base, each, snapshot) for each in found["runs"]]
     sessions = [_session(connection, generation_of(base, each), snapshot) for each in found["sessions"]]
     known = {each.job_id for each in (*runs, *sessions)}
+    for run in runs:
+        known |= {row.leader_label.partition("_")[0] for row in _elements(run.name, snapshot)} if run.has_arrays else set()
     jobs = [_job(connection, row) for row in snapshot.rows if row.is_leader and row.state not in TERMINAL]
     return [*runs, *sessions, *(each for each in jobs if (each.job_id or "").partition("_")[0] not in known)]
 
@@ -158,7 +161,7 @@ def _run(connection: Connection, base: str, found: dict[str, Any], snapshot: Que
     row = snapshot.job(number) if snapshot is not None and number is not None else None
     status = _status(found, isinstance(connection, LocalConnection) and (snapshot is None or number is None))
     state, says = str(status.get("state") or _UNKNOWN), str(status.get("message") or "")
-    own = snapshot.elements(number) if snapshot is not None and number is not None else ()
+    own = _elements(name, snapshot) if found["has_arrays"] and snapshot is not None else []
     if own and state != _ENDED:
         state, says = _array(own)
     elif state != _ENDED and number is not None and snapshot is not None:
@@ -189,6 +192,7 @@ def _run(connection: Connection, base: str, found: dict[str, Any], snapshot: Que
         words=frozenset(filter(None, [found["step"], *found["assets"]])),
         clusters=clusters,
         components=tuple(found["components"]),
+        has_arrays=found["has_arrays"],
     )
 
 
@@ -223,10 +227,16 @@ def _combined(statuses: Mapping[str, Mapping[str, Any]], missing: str) -> dict[s
     return {"state": state, "message": "; ".join(messages), "at": statuses[last].get("at")}
 
 
-def _array(rows: Sequence[QueueRow]) -> tuple[str, str]:
-    """Returns the state of a run that consists of a job array, and a text such as "3 elements run, 5 wait".
+def _elements(run: str, snapshot: QueueSnapshot) -> list[QueueRow]:
+    """Returns the rows of the elements of all job arrays of a run; `run` is the name of the run directory."""
+    # The test of `slurm.request.is_job_of`, whose import would take as long as all the rest of `rayslurm ps`.
+    return [row for row in snapshot.rows if "_" in row.label and row.name.endswith(f"-{nonce_of(run)}")]
 
-    The state is "running", "pending" or "ended". `rows` are the rows of the array's elements in the queue.
+
+def _array(rows: Sequence[QueueRow]) -> tuple[str, str]:
+    """Returns the state of a run that has job arrays, and a text such as "3 elements run, 5 wait".
+
+    The state is "running", "pending" or "ended". `rows` are the rows of the arrays' elements in the queue.
     """
     running = sum(row.state in ACTIVE for row in rows)
     waiting = count_jobs(row for row in rows if row.state in WAITING)

@@ -33,7 +33,7 @@ from ..ssh.base import Connection
 from ..ssh.terminal import has_terminal
 from .common import one_sentence_errors
 from .options import cluster_options
-from .ps import entries, ident_argument
+from .ps import entries, ident_argument, refuse_arrays
 
 _PORTS = range(20000, 32000)  # Outside of the ephemeral range of Linux (ip(7)).
 _NOT_THERE = 127  # The exit code of a shell that does not find a command.
@@ -196,6 +196,7 @@ def _environment(one: Entry, files: _Files) -> str:
     prompt = f'[ -z "$PS1" ] || PS1={shlex.quote(f"({one.name}) ")}"$PS1"\n'
     if one.kind == Kind.SESSION:
         return head + _of_session(one, files) + prompt
+    refuse_arrays(one)
     pid = _json(one.connection, f"{one.directory}/{STATUS}").get("payload_pid")
     if not isinstance(pid, int):
         raise ValueError(f"the payload of {one.name} has not started yet, it is {one.state}; try again when it runs")

@@ -88,8 +88,8 @@ def find_cluster() -> Cluster | None:
 
     Raises ClickException if the configuration is wrong.
     """
-    if cluster_option("source") and cluster_option("cluster"):
-        raise click.UsageError("--from and --cluster exclude each other; give one of them")
+    if sum(map(bool, map(cluster_option, ("source", "cluster", "prefix")))) > 1:
+        raise click.UsageError("--from, --cluster and --prefix exclude each other; give one of them")
     with one_sentence_errors():
         found, remote_base = _found(), given("remote_base")
         if found is None or remote_base is None:
@@ -112,10 +112,12 @@ def _found() -> Cluster | None:
     `rayslurm.toml`. Raises ValueError if the configuration is wrong, or if there is no cluster with the given name.
     """
     prefix, named = _prefix(), given("cluster")
+    if cluster_option("prefix"):
+        return _from_environment(prefix)
     source = None if cluster_option("cluster") else given("source")
     if source:
         return _from_definitions(source)
-    if named is None and (cluster_option("prefix") or f"{prefix}HOST" in os.environ):
+    if named is None and f"{prefix}HOST" in os.environ:
         return _from_environment(prefix)
     path = find_file(Path.cwd())
     if path is None:

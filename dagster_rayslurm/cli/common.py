@@ -35,6 +35,8 @@ def one_sentence_errors() -> Iterator[None]:
         yield
     except ValueError as error:
         raise click.ClickException(one_sentence(error)) from None
+    except BrokenPipeError:
+        raise  # Nobody reads the output any more, so click ends the command without a message.
     except ConnectionFailed as error:
         raise _OfKind(str(error), FailureKind.CONNECTION) from None
     except OSError as error:

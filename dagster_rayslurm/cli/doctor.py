@@ -10,6 +10,8 @@ import click
 from ..doctor import Line, Verdict, Wanted, has_failure
 from ..doctor.collect import Report, examine
 from ..environments import PreDeployedEnvironment
+from ..plan import merge
+from ..slurm.config import SlurmQueueConfig
 from ..slurm.partitions import COLUMNS
 from .cluster import the_cluster
 from .common import one_sentence_errors, print_json, print_table
@@ -42,8 +44,8 @@ def _wanted(env: str | None, options: dict[str, Any]) -> Wanted:
     the queue to new values; a field with the value None stays unchanged.
     """
     cluster = the_cluster()
-    queue = {name: value for name, value in options.items() if value is not None}
-    slurm = changed(cluster.slurm, queue=cluster.slurm.queue.having(**queue))
+    queue = SlurmQueueConfig(**{name: value for name, value in options.items() if value is not None})
+    slurm = changed(cluster.slurm, queue=merge(cluster.slurm.queue, queue))
     path = env or cluster.resource.pre_deployed_env_path
     environment = PreDeployedEnvironment(path=path) if path else cluster.resource.environment
     return Wanted(slurm, environment, cluster.resource.default_launcher)

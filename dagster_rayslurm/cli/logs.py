@@ -28,9 +28,9 @@ from ..slurm.states import TERMINAL
 from ..slurm.submit import wait_until_gone
 from .common import json_option, one_sentence_errors, print_json, see_troubles, terminal_log, with_link
 from .options import cluster_options
-from .ps import components_of, entry, ident_argument, record_dir
+from .ps import components_of, entry, ident_argument, record_dir, refuse_arrays
 
-_CADENCE = Cadence(busy=0.2, idle=2.0, waiting=5.0)
+_CADENCE = Cadence(busy=0.2, idle=1.0, waiting=5.0)  # Short pauses: the run directory may be removed soon after the end.
 _CHUNK = 1024 * 1024
 _ASK_INTERVAL = 15.0  # Seconds between two looks into the queue while a record is silent.
 _END_MARGIN = 45.0  # Seconds beyond the grace period in which a cancelled run must end; after that the job is cancelled.
@@ -54,6 +54,7 @@ def logs(ident: str, follow: bool) -> None:
                 return _print_log(run)
             if run.kind != Kind.RUN:
                 raise ValueError(f"{run.name} is a {run.kind}, and only the output of a run can be printed and followed")
+            refuse_arrays(run)
             own_job = bool(run.job_id) and bool(run.connection.read(f"{run.directory}/job_id", 0, 64))
             followed = [_follower(run, component, log, own_job) for component in components_of(run)]
             if not follow:
@@ -62,7 +63,8 @@ def logs(ident: str, follow: bool) -> None:
                         pass
                     each.finish()
                 return
-            follow_all([(each, partial(_runtime_exit, _Job(run))) for each in followed])
+            job = _Job(run)
+            follow_all([(each, partial(_runtime_exit, job)) for each in followed])
     except KeyboardInterrupt:
         click.echo(f"\n[rayslurm] {ident} goes on", err=True)
         sys.exit(130)
@@ -72,6 +74,9 @@ def logs(ident: str, follow: bool) -> None:
         if not follow:
             raise
         with_link(error).show()
+        sys.exit(NOT_THE_PAYLOAD)
+    if job.is_removed and not all(each.evidence.end for each in followed):
+        click.echo(f"Error: {run.name} has ended, and its directory is removed; what started it has the exit code", err=True)
         sys.exit(NOT_THE_PAYLOAD)
     for each in followed:
         verdict = judge(each.evidence, uses_pipes=False, require_messages=False)
@@ -96,17 +101,22 @@ def _follower(run: Entry, component: str | None, log: logging.Logger, own_job: b
     job of its own, which Slurm may start again (requeue).
     """
     directory, pipes = record_dir(run, component), TerminalPipes(log)
-    return Follower(run.connection, directory, nonce_of(run.name), pipes, log, _CADENCE, requeue=own_job, component=component)
+    follower = Follower(run.connection, directory, nonce_of(run.name), pipes, log, _CADENCE, requeue=own_job, component=component)
+    follower.output.needs_reader = True
+    return follower
 
 
 class _Job:
     """The Slurm job of a run or, without Slurm, the process of the run's runtime.
 
-    The method `exit` checks at intervals whether the job or process still exists.
+    The method `exit` checks at intervals whether the job or process still exists, and more often whether the run directory does:
+    what started a run in a session removes the directory at the run's end, and the session's job goes on.
     """
 
     def __init__(self, run: Entry) -> None:
         self._run, self._asked_at = run, time.monotonic()
+        self._looked_at = self._asked_at
+        self.is_removed = False
         self._over = "it has ended" if run.over else None
 
     def exit(self, ended: bool) -> str | None:
@@ -115,9 +125,13 @@ class _Job:
         Makes a new check if the last check is old enough. `ended` is True if the journal of the run has an `end` record. Then the
         checks are more frequent: the run may be over, but only Slurm knows whether Slurm will start the job again (requeue).
         """
-        interval = _CADENCE.idle if ended else _ASK_INTERVAL
-        if self._over is None and time.monotonic() - self._asked_at > interval:
-            self._asked_at = time.monotonic()
+        interval, now = _CADENCE.idle if ended else _ASK_INTERVAL, time.monotonic()
+        if self._over is None and now - self._looked_at > _CADENCE.idle:
+            self._looked_at = now
+            self.is_removed = self._run.connection.modified(self._run.directory) is None
+            self._over = "its directory is removed" if self.is_removed else None
+        if self._over is None and now - self._asked_at > interval:
+            self._asked_at = now
             self._over = self._look()
         return self._over
 

@@ -101,7 +101,8 @@ def show(ident: str, as_json: bool) -> None:
 
     NAME is the name of a run or session, the beginning of such a name, a job id, a cluster id, or a step. A step stands for its
     only run that has not ended, or else for its newest run. For a run, --json prints the records of the run's journal, one
-    object per line. If each component of the run has a payload of its own, each record names its component.
+    object per line. If each component of the run has a payload of its own, each record names its component. A run with job arrays
+    has no journal, so --json prints one object.
     """
     with one_sentence_errors():
         one = entry(ident)
@@ -113,12 +114,12 @@ def show(ident: str, as_json: bool) -> None:
             described.refresh()
             values = {**described.description, **described.row}
         else:
-            names = components_of(one) if one.kind == Kind.RUN else []
+            names = components_of(one) if one.kind == Kind.RUN and not one.has_arrays else []
             journals = {name: list(read_journal(one, name)) for name in names}
             values = one.row()
             for name, records in journals.items():
                 values |= {key if name is None else f"{key} ({name})": value for key, value in _facts(records).items()}
-    if as_json and one.kind == Kind.RUN:
+    if as_json and one.kind == Kind.RUN and not one.has_arrays:
         for name, records in journals.items():
             for record in records:
                 print_json(record if name is None else {"component": name, **record})
@@ -132,6 +133,12 @@ def _text(name: str, value: Any) -> Any:
     """Returns a value that `show` prints, as text if `_TEXTS` has a function for it; `name` may end with " (COMPONENT)"."""
     text = _TEXTS.get(name.partition(" ")[0])
     return text(value) if text and value else value
+
+
+def refuse_arrays(run: Entry) -> None:
+    """Raise ValueError if a run has job arrays, because each of its elements has a payload and a record of its own."""
+    if run.has_arrays:
+        raise ValueError(f"a run with job arrays has a payload for each element; their files are in {run.directory}/array-*/*")
 
 
 def components_of(run: Entry) -> list[str | None]:

@@ -101,12 +101,16 @@ def load_resource(source: str) -> ComputeResource:
 def _definitions(value: Any) -> dg.Definitions | None:
     """Returns `value` if it is a `Definitions`; None if it has nothing to do with `Definitions`.
 
-    If `value` is a function with the decorator `dg.definitions`, calls it, and returns the `Definitions` that it makes.
+    If `value` is a function with the decorator `dg.definitions`, calls it, and returns the `Definitions` that it makes. Raises
+    `ValueError` if the function raises an error.
     """
     if isinstance(value, dg.Definitions):
         return value
     if type(value).__name__ == "LazyDefinitions":
-        made = value()
+        try:
+            made = value()
+        except Exception as error:  # noqa: BLE001 - the user's function may raise anything
+            raise ValueError(f"--from: the definitions cannot be loaded: {type(error).__name__}: {error}") from None
         return made if isinstance(made, dg.Definitions) else None
     return None
 

@@ -3,7 +3,7 @@
 import json
 import os
 
-from . import sessions, slurm
+from . import elements, sessions, slurm
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def runs(directory: str) -> "list[dict[str, Any]]":
         files: the beginnings of the files in `_FILES`, by name; "" for a missing file.
         components: the texts of the files status.json of the run's components, by the component's name; "" for a missing file.
             The dict is empty unless each component of the run has a payload and a directory of its own.
+        has_arrays: whether the run has job arrays, whose elements each have a payload and a directory of their own.
         clusters: the texts of the files cluster.json, by path. Such a file has the address of a Ray cluster. A run has several
             such files if each component of the run has a Ray cluster.
     """
@@ -71,8 +72,8 @@ def runs(directory: str) -> "list[dict[str, Any]]":
 
 def _run(path: str, name: str) -> "dict[str, Any]":
     """Return the dict of one run directory, `path`; the docstring of `runs` lists its keys. `name` is the directory's name."""
-    components = os.path.join(path, _COMPONENTS)
-    names = sorted(os.listdir(components)) if os.path.isdir(components) else []
+    inside, components = os.listdir(path), os.path.join(path, _COMPONENTS)
+    names = sorted(os.listdir(components)) if _COMPONENTS in inside else []
     parts = [os.path.join(components, each) for each in names]
     clusters = {os.path.join(each, _CLUSTER): _beginning(os.path.join(each, _CLUSTER), _MOST_BYTES) for each in [path, *parts]}
     assets = []  # type: list[str]
@@ -87,6 +88,7 @@ def _run(path: str, name: str) -> "dict[str, Any]":
         "assets": assets,
         "files": {file: _beginning(os.path.join(path, file), size) for file, size in _FILES},
         "components": {each: _beginning(os.path.join(components, each, _STATUS), _SMALL) for each in names},
+        "has_arrays": any(each.startswith(elements.ARRAY) for each in inside),
         "clusters": {file: text for file, text in clusters.items() if text},
     }
 

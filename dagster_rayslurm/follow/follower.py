@@ -157,7 +157,7 @@ class Follower:
     def __post_init__(self) -> None:
         self.state = RecordState(self.nonce, self.loss_timeout, self.requeue, LineReader(self.reattach.offset))
         self._prefix = "[rayslurm] " if self.component is None else f"[rayslurm] {self.component}: "
-        self._output = OutputWriter("" if self.component is None else f"[{self.component}] ", self._warn)
+        self.output = OutputWriter("" if self.component is None else f"[{self.component}] ", self._warn)
         self._fabric = FabricWatch(self.fabric)
         self.messages = MessageForwarder(self.handler, self.log, self._prefix, self.requeue, self.reattach.logged)
 
@@ -196,12 +196,12 @@ class Follower:
         # Output is read first, so that a message about a result follows the output before it.
         output, size = self._read(STDIO, state.output)
         for record in output:
-            self._output.write(record["s"], record["d"])
+            self.output.write(record["s"], record["d"])
             self.evidence.add_output(record)
             self._fabric.feed(record["s"], record["d"])
         if size:
-            self._output.flush()
-            if not self._output.partial:
+            self.output.flush()
+            if not self.output.partial:
                 note(state.output.offset)
         journal, journal_size = self._read(JOURNAL, state.journal)
         for record in journal:
@@ -223,7 +223,7 @@ class Follower:
 
     def flush_output(self) -> None:
         """Show the unfinished last line of each output stream."""
-        self._output.finish()
+        self.output.finish()
 
     def _read(self, name: str, reader: LineReader) -> tuple[list[Record], int]:
         """Read new data of the file `name` of the run record; returns the records of new lines, and the number of bytes read.

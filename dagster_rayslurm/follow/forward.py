@@ -283,10 +283,14 @@ def _without_colours(value: Any) -> Any:
 
 @dataclass
 class OutputWriter:
-    """Writes a payload's output to Dagster's stdout and stderr; logs the first write error, such as a full disk, and goes on."""
+    """Writes a payload's output to Dagster's stdout and stderr; logs the first write error, such as a full disk, and goes on.
+
+    If `needs_reader` is True, a pipe that nobody reads any more is no such error: the write then raises BrokenPipeError.
+    """
 
     prefix: str  # What each line begins with, so that several payloads can share a stream; "" shows the output as it is.
     warn: Callable[[str], None]
+    needs_reader: bool = False
     # By stream, a line that is not shown yet, because its end has not come. Without a prefix, unfinished lines are shown at once.
     partial: dict[str, str] = field(default_factory=dict)
     failed: bool = False
@@ -327,6 +331,8 @@ class OutputWriter:
         try:
             write()
         except OSError as error:
+            if self.needs_reader and isinstance(error, BrokenPipeError):
+                raise
             if not self.failed:
                 self.failed = True
                 self.warn(f"the payload's output cannot be shown: {error}")

@@ -125,6 +125,10 @@ def test_environment_variables_name_a_cluster(find: Find, project: Path, monkeyp
     monkeypatch.setenv("OTHER_HOST", "other")
     assert host(find("--prefix", "OTHER", "command")) == "other"
     assert "the environment variable THIRD_HOST is not set" in find("command", "--prefix", "THIRD_")
+    monkeypatch.setenv("RAYSLURM_CLUSTER", "small")
+    assert host(find("command")) == "small.example" and host(find("command", "--prefix", "OTHER")) == "other"
+    monkeypatch.setenv("RAYSLURM_FROM", "nowhere:compute")
+    assert host(find("command", "--prefix", "OTHER")) == "other"
 
 
 def test_a_file_names_clusters(find: Find, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,12 +224,15 @@ def test_definitions_name_a_resource(find: Find, definitions: str, name: str, wh
         ("my_definitions.py:local", "the resource has no cluster; set ComputeResource(slurm=SlurmResource(…))"),
         ("no_such_module:x", "no_such_module cannot be imported: ModuleNotFoundError"),
         ("no/file.py:x", "there is no file"),
+        ("broken.py:lazy", "--from: the definitions cannot be loaded: KeyError: 'HOST'"),
     ],
 )
 def test_definitions_that_name_none(find: Find, definitions: str, source: str, says: str) -> None:
+    Path("broken.py").write_text(DEFINITIONS.replace("def lazy():\n", "def lazy():\n    {}['HOST']\n"))
     (line,) = find("command", "--from", source).splitlines()
     assert line.startswith("Error: ") and says in line
 
 
 def test_two_sources_exclude_each_other(find: Find, definitions: str, project: Path) -> None:
-    assert "--from and --cluster exclude each other" in find("--cluster", "small", "command", "--from", "my_definitions.py:one")
+    assert "--from, --cluster and --prefix exclude each other" in find("--cluster", "small", "command", "--from", "my_definitions.py:one")
+    assert "--from, --cluster and --prefix exclude each other" in find("--cluster", "small", "command", "--prefix", "OTHER")

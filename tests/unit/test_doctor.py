@@ -240,7 +240,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
     """Calls `rayslurm` with a cluster whose edge node is this machine; with `breaking`, over a connection that breaks there."""
     for name in [name for name in os.environ if name.startswith(("SLURM_EDGE_NODE_", "RAYSLURM_"))]:
         monkeypatch.delenv(name)
-    (tmp_path / "rayslurm.toml").write_text(f'[clusters.here]\nslurm = {{ remote_base = "{tmp_path}/base" }}\n')
+    (tmp_path / "rayslurm.toml").write_text(f'[clusters.here]\nslurm.remote_base = "{tmp_path}/base"\n')
     monkeypatch.chdir(tmp_path)
 
     def call(*words: str, breaking: Any = None) -> Any:
@@ -257,6 +257,13 @@ def test_a_connection_that_breaks_leaves_the_lines_so_far(command: Callable[...,
     assert lines[-1]["text"] == "SSH to me@edge: the connection was lost" and done.exit_code == 1
     done = command("check", breaking=site.survey)
     assert "failure edge node: SSH to me@edge" in done.stdout and "1 ok, 1 failure" in done.stdout and done.exit_code == 1
+
+
+def test_an_option_replaces_the_field_that_it_contradicts(command: Callable[..., Any], tmp_path: Path) -> None:
+    with (tmp_path / "rayslurm.toml").open("a") as file:
+        file.write('slurm.queue = { mem_per_cpu = "4G" }\n')
+    done = command("check", "--mem", "8G", breaking=site.survey)
+    assert "exclude each other" not in done.output and "failure edge node: SSH to me@edge" in done.stdout
 
 
 def test_check_prints_the_problems_of_doctor(command: Callable[..., Any]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -317,6 +318,38 @@ def test_a_listing_does_not_import_dagster(rayslurm: Rayslurm, fake_slurm: FakeS
     assert "dagster_rayslurm.backends.listing" in imported and not imported & {"dagster", "paramiko", "ray"}
 
 
+@pytest.fixture
+def running(fake_slurm: FakeSlurm, cluster: Path) -> Path:
+    """The directory of a run that goes on in a session's job, and has written a line of output."""
+    directory = cluster / "runs" / "0000aaaa-train-000000000001"
+    directory.mkdir(parents=True)
+    (directory / "status.json").write_text('{"state": "running"}')
+    (directory / "stdio.jsonl").write_bytes(encode({"s": "stdout", "d": "begun\n"}))
+    start = {"type": "start", "allocation": {"job_id": "17"}, "nonce": "000000000001", "attempt": 0, "at": 0.0}
+    (directory / "journal.jsonl").write_bytes(encode(start))
+    fake_slurm.job(17)
+    return directory
+
+
+def test_following_ends_when_the_run_directory_is_removed(running: Path) -> None:
+    """What started a run in a session removes its directory at the end; the session's job goes on."""
+    command = [sys.executable, "-m", "dagster_rayslurm.cli", "logs", "-f", "0000aaaa"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        shutil.rmtree(running)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 125 and "has ended, and its directory is removed" in said, said
+
+
+def test_following_ends_when_nobody_reads_the_output(running: Path) -> None:
+    script = f"{sys.executable} -m dagster_rayslurm.cli logs -f 0000aaaa | head -n 1"
+    with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        with (running / "stdio.jsonl").open("ab") as file:
+            file.write(encode({"s": "stdout", "d": "more\n"}))
+        assert process.communicate(timeout=60) == ("", "")
+
+
 def test_a_queue_that_does_not_answer_is_one_sentence(rayslurm: Rayslurm, fake_slurm: FakeSlurm) -> None:
     fake_slurm.fault("squeue", "slurm_load_jobs error: Unable to contact slurm controller", times=-1)
     done = rayslurm("ps")
@@ -375,15 +408,38 @@ def test_a_requeued_run_has_ended_only_at_its_last_end(rayslurm: Rayslurm, fake_
     assert said[0].exit_code == 0, said[0].output
 
 
-def test_a_running_array_is_cancelled_by_slurm_at_once(rayslurm: Rayslurm, fake_slurm: FakeSlurm, cluster: Path) -> None:
+@pytest.fixture
+def arrays(fake_slurm: FakeSlurm, cluster: Path) -> Path:
+    """The directory of a run with two job arrays, of which the first has ended; no runtime has written a record yet."""
     directory = cluster / "runs" / "0000aaaa-train-000000000001"
-    directory.mkdir(parents=True)
+    for number in (1, 2):
+        (directory / f"array-{number}").mkdir(parents=True)
     (directory / "job_id").write_text("17\n")
-    fake_slurm.job(17, label="17_0", leader=17)
+    fake_slurm.job(17, "rayslurm-train-1-000000000001", "COMPLETED", label="17_0", leader=17)
+    fake_slurm.job(19, "rayslurm-train-2-000000000001", label="18_1", leader=18)
+    return directory
+
+
+def test_a_run_of_several_arrays_goes_on_after_the_first(rayslurm: Rayslurm, fake_slurm: FakeSlurm, arrays: Path) -> None:
+    (run,) = runs(rayslurm)
+    assert (run["name"], run["state"], run["says"]) == (arrays.name, "running", "1 elements run, 0 wait")
+    assert json.loads(rayslurm("show", "--json", "0000aaaa").stdout)["state"] == "running"
+    assert "running" in rayslurm("show", "0000aaaa").stdout
+    fake_slurm.end(19, "COMPLETED")
+    assert not runs(rayslurm)
+
+
+def test_arrays_are_cancelled_by_slurm_at_once(rayslurm: Rayslurm, fake_slurm: FakeSlurm, arrays: Path) -> None:
     began = time.monotonic()
     done = rayslurm("cancel", "0000aaaa")
-    assert done.exit_code == 0 and fake_slurm.state(17) == "CANCELLED", done.output
+    assert done.exit_code == 0 and fake_slurm.state(19) == "CANCELLED", done.output
     assert time.monotonic() - began < 30, "no runtime reads the request of the whole run"
+
+
+@pytest.mark.parametrize("words", [("logs", "0000aaaa"), ("logs", "-f", "0000aaaa"), ("attach", "0000aaaa", "--", "true")])
+def test_arrays_have_no_single_payload(rayslurm: Rayslurm, arrays: Path, words: tuple[str, ...]) -> None:
+    done = rayslurm(*words)
+    assert done.exit_code and f"their files are in {arrays}/array-*/*" in done.stderr, done.output
 
 
 def test_a_name_of_several_runs_is_refused(rayslurm: Rayslurm, cluster: Path) -> None:
