@@ -234,5 +234,5 @@ def test_definitions_that_name_none(find: Find, definitions: str, source: str, s
 
 
 def test_two_sources_exclude_each_other(find: Find, definitions: str, project: Path) -> None:
-    assert "--from, --cluster and --prefix exclude each other" in find("--cluster", "small", "command", "--from", "my_definitions.py:one")
-    assert "--from, --cluster and --prefix exclude each other" in find("--cluster", "small", "command", "--prefix", "OTHER")
+    for other in (("--from", "my_definitions.py:one"), ("--prefix", "OTHER")):
+        assert "--from, --cluster and --prefix exclude each other" in find("--cluster", "small", "command", *other)
