@@ -191,6 +191,14 @@ def _below(path: str, depth: int = 1) -> "list[str]":
     return []
 
 
+def _of_components(run: str) -> "list[str]":
+    """Return the paths of the components in the run directory `run`, and of the files there; [] without `topology="separate"`.
+
+    Each component has a directory of its own, with the files that other runs have directly in their run directories.
+    """
+    return _below(os.path.join(run, "components"), 2)
+
+
 def _text(path: str) -> str:
     """Return the text of a file; "" if the file cannot be read."""
     with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
@@ -215,8 +223,9 @@ class _Sweep:
         """Remove old entries of `runs` and `outputs`, as `sweep_runs` does; returns all paths that this object has removed."""
         for place in ("runs", "outputs"):
             for name in self._names(place, _RUN, directory=True):
-                inside = [path for path in _below(self._path(place, name)) if ".json" in os.path.basename(path)]
-                if self._awaits(self._path(place, name)):
+                run = self._path(place, name)
+                inside = [path for path in _below(run) + _of_components(run) if ".json" in os.path.basename(path)]
+                if self._awaits(run):
                     continue
                 if self._is_old(place, name) and not any(_is_recent(path, self._age) for path in inside):
                     self._remove(place, name)
@@ -333,7 +342,8 @@ class _Sweep:
         """Return the paths, such as "bundles/NAME", that files of runs, sessions and environments mention."""
         used = set()  # type: set[str]
         made = [os.path.join(path, "rayslurm.json") for path in _below(self._path("prefixes"))]
-        for path in _below(self._path("runs"), 2) + _below(self._path("sessions"), 3) + made:
+        components = [path for run in _below(self._path("runs")) for path in _of_components(run)]
+        for path in _below(self._path("runs"), 2) + components + _below(self._path("sessions"), 3) + made:
             if path.endswith((".json", ".sh")):
                 with contextlib.suppress(OSError), open(path, "rb") as file:
                     used.update(match.decode() for match in _USED.findall(file.read()))

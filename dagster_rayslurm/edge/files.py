@@ -162,13 +162,24 @@ def write_at(fd: int, offset: int, data: bytes) -> int:
 
 
 def finish(fd: int, temporary: str, path: str, mode: int) -> None:
-    """Set the mode of the open file `fd`, flush and close the file, and rename the file from `temporary` to `path`."""
+    """Set the mode of the open file `fd`, flush and close the file, and rename the file from `temporary` to `path`.
+
+    After a lost connection, the client has the upload finished a second time. If the first agent has renamed the file meanwhile,
+    that is no error.
+    """
     try:
         os.fchmod(fd, mode)
         os.fsync(fd)
+        status = os.fstat(fd)
     finally:
         os.close(fd)
-    os.rename(temporary, path)
+    try:
+        os.rename(temporary, path)
+    except FileNotFoundError:
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(path), status):
+                return
+        raise
 
 
 def close(fd: int) -> None:

@@ -28,13 +28,14 @@ _HOW_TO_REACH_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 _JOB_MAY_SEE = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "TZ", "SLURM_CONF", "LD_LIBRARY_PATH", "MODULEPATH")
 _JOB_MAY_SEE_PREFIXES = ("LC_", "MODULES", "LMOD_")
 _LOGIN_TIMEOUT = 60.0  # Seconds for the start-up files of a login shell.
+_LOGIN_AGAIN = 60.0  # Seconds after which a login shell that did not find sbatch is run again.
 
 # Least pause between two queries of the queue, as a multiple of the time that slurmctld took to answer the last one.
 BACK_OFF = 5.0
 _MAX_BYTES = 64 * 1024 * 1024  # Most bytes of the shared answer of squeue.
 
-# After a login shell was run for its PATH: the directory of sbatch on it, or "".
-_login_path = []  # type: list[str]
+# After a login shell was run for its PATH: the directory of sbatch on it, or ""; and when the shell ended (`time.monotonic()`).
+_login_path = []  # type: list[tuple[str, float]]
 
 
 def job_environment(environ: "Mapping[str, str]") -> "dict[str, str]":
@@ -77,8 +78,8 @@ def environment(keep: "Sequence[str]") -> "dict[str, str]":
     """Return the environment variables for a program of Slurm.
 
     Variables that stand for options of Slurm's programs are left out, except the `SBATCH_*` variables named in `keep`. If the
-    PATH has no sbatch, a login shell is run once, and the directory of sbatch is added to the PATH of the result. The PATH of a
-    non-interactive login is often shorter than the PATH of an interactive login.
+    PATH has no sbatch, the directory of sbatch on the PATH of a login shell is added to the PATH of the result (see
+    `search_path`). The PATH of a non-interactive login is often shorter than the PATH of an interactive login.
     """
     environ = without_options(login_environment(), keep)
     environ["PATH"] = search_path(environ)
@@ -97,13 +98,18 @@ def command_line(command: "Sequence[str]") -> "list[str]":
 
 
 def search_path(environ: "Mapping[str, str]") -> str:
-    """Return the PATH in `environ`, with the directory of sbatch at the end if sbatch is only on the PATH of a login shell."""
+    """Return the PATH in `environ`, with the directory of sbatch at the end if sbatch is only on the PATH of a login shell.
+
+    The login shell is run once if it finds sbatch. Otherwise, a call after a minute runs it again: the start-up files may only
+    have been slow, or may have failed on a file system that was out of reach.
+    """
     path = environ.get("PATH", os.defpath)
     if shutil.which("sbatch", path=path):
         return path
-    if not _login_path:
-        _login_path.append(os.path.dirname(shutil.which("sbatch", path=_path_of_login_shell(environ)) or ""))
-    return path + ":" + _login_path[0] if _login_path[0] else path
+    if not _login_path or (not _login_path[0][0] and time.monotonic() - _login_path[0][1] > _LOGIN_AGAIN):
+        directory = os.path.dirname(shutil.which("sbatch", path=_path_of_login_shell(environ)) or "")
+        _login_path[:] = [(directory, time.monotonic())]
+    return path + ":" + _login_path[0][0] if _login_path[0][0] else path
 
 
 def _path_of_login_shell(environ: "Mapping[str, str]") -> str:
@@ -224,12 +230,11 @@ def queue(
     Returns the exit code, the output and the error output. The first line of the output is the time of this call. If the caller
     already has the latest output, nothing follows. Otherwise the second line has the times at which squeue began and ended, and
     the output of squeue follows. All times are in seconds since the epoch. If squeue fails, the function returns the result of
-    `run` for squeue.
+    `run` for squeue. If the file or its directory cannot be written, the function returns the output of squeue all the same.
     """
     at = now()
     stamp = b"%.3f\n" % at
     if path:
-        files.make_dir(os.path.dirname(path))
         shared = files.read(path, 0, _MAX_BYTES)
         began, ended = _times(shared)
         interval = max(interval, BACK_OFF * (ended - began))
@@ -240,7 +245,8 @@ def queue(
         return code, out, error
     answer = b"%.3f %.3f\n" % (at, now()) + out
     if path:
-        files.write(path, answer, 0o600)
+        with contextlib.suppress(OSError):  # A full disk must not hide from the caller that a job has ended.
+            files.write(path, answer, 0o600)
     return 0, stamp + answer, b""
 
 
@@ -254,17 +260,22 @@ def _claim(directory: str, at: float, interval: float) -> bool:
     """Claim the next run of squeue for this process; returns False if another process claimed a run within `interval` seconds.
 
     `at` is the present time, in seconds since the epoch. The name of a file in `directory` contains the time of the last claim.
-    Only one process can rename this file, on NFS too, so that all processes together run squeue once in each interval.
+    Only one process can rename this file, on NFS too, so that all processes together run squeue once in each interval. A missing
+    `directory` is created. If the directory or the file cannot be made, for example on a full disk, each process may run squeue.
     """
-    stamps = [int(name[6:]) for name in os.listdir(directory) if re.fullmatch("asked-[0-9]+", name)]
-    last = max(stamps, default=0)
-    if abs(1000 * at - last) < 1000 * interval:
-        return False
-    old, new = (os.path.join(directory, "asked-%d" % stamp) for stamp in (last, 1000 * at))
     try:
+        files.make_dir(directory)
+        stamps = [int(name[6:]) for name in os.listdir(directory) if re.fullmatch("asked-[0-9]+", name)]
+        last = max(stamps, default=0)
+        if abs(1000 * at - last) < 1000 * interval:
+            return False
+        old, new = (os.path.join(directory, "asked-%d" % stamp) for stamp in (last, 1000 * at))
         if not stamps:
             os.close(os.open(old, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    except OSError:
+        return True
+    try:
         os.rename(old, new)
-    except FileNotFoundError:
-        return False
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
     return True

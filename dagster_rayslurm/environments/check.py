@@ -20,7 +20,8 @@ from ..ssh.local import LocalConnection
 from . import COMMAND_FAILED, Environment, Interpreter, path_on_cluster
 from .container import REFUSED, explain
 
-_TIMEOUT = 120.0  # Seconds in which `activate.sh` and Python must start and the probe must end.
+# Seconds in which `activate.sh` and Python must start and the probe must end; and again for the imports.
+_TIMEOUT = 120.0
 _MARGIN = 10.0  # Further seconds for the answer of the edge node.
 # Seconds for which facts in the cluster's cache are valid: the cache does not notice changes in modules that `activate.sh` loads.
 _CACHE_AGE = 86400.0
@@ -92,11 +93,12 @@ def facts_of(
         return path, known
     key = hashlib.sha256(question.encode("utf-8", "surrogateescape")).hexdigest()[:32]
     where = ("", path) if environment.kind == "inherited" else (path, "")
+    timeout = _TIMEOUT * (2 if imports else 1) + _MARGIN
     problem = None
     for age in (_CACHE_AGE, 0.0):
         arguments = *where, imports, os.path.join(cache_dir, key), age, _TIMEOUT
         try:
-            found = connection.call(look, *arguments, repeat=True, timeout=_TIMEOUT + _MARGIN)
+            found = connection.call(look, *arguments, repeat=True, timeout=timeout)
         except TimeoutError:
             found = {"problem": "late"}
         container = found.get("container")

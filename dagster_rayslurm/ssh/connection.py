@@ -432,8 +432,12 @@ class SSHConnection(Connection):
             with contextlib.closing(channel):
                 upward = (client.recv, channel.sendall, channel.close)
                 threading.Thread(target=copy_data, args=upward, name="rayslurm-stream", daemon=True).start()
-                while data := channel.recv(_BUFFER):
-                    client.sendall(data)
+                try:
+                    while data := channel.recv(_BUFFER):
+                        client.sendall(data)
+                finally:  # Closing alone would not end the stream while the other thread waits for data from it.
+                    with contextlib.suppress(OSError):
+                        client.shutdown(socket.SHUT_RDWR)
 
     def _tunnel(self, host: str, port: int, client: socket.socket) -> None:
         """Copy data between the socket `client` and `host:port` until both ends have closed; finally close `client`.

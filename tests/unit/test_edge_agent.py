@@ -23,6 +23,7 @@ from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.edge import agent, files, processes
 from dagster_rayslurm.ssh.base import ConnectionFailed, ConnectionGone, ConnectionLost
 from dagster_rayslurm.ssh.connection import AgentClient, SSHConnection, agent_command
+from dagster_rayslurm.ssh.local import LocalConnection
 
 from ..conftest import marked_processes, wait_until
 
@@ -314,6 +315,15 @@ def test_messages_come_out_as_they_went_in(values: list[Any]) -> None:
         assert list(agent.messages(read)) == []
 
 
+def test_a_stream_ends_with_its_command(connect: Any) -> None:
+    """Also if the thread that sends to the command still waits for data: the pause gives the thread time to begin its wait."""
+    connection, _ = connect()
+    with connection.stream(["sh", "-c", "read line; sleep 0.2; echo $line: no such job"]) as stream:
+        stream.settimeout(10)
+        stream.sendall(b"7\n")
+        assert b"".join(iter(lambda: stream.recv(100), b"")) == b"7: no such job\n"
+
+
 # -- functions -----------------------------------------------------------------------------------------------------------
 
 
@@ -347,6 +357,45 @@ def test_an_upload_goes_on_where_it_ended(tmp_path: Path) -> None:
     fd, start = files.open_write(path, 2)  # It is gone: from the beginning.
     files.close(fd)
     assert start == 0
+
+
+class TwoAgents(LocalConnection):
+    """A connection that breaks while the agent finishes an upload; this agent is done just before the next one finishes it."""
+
+    def __init__(self) -> None:
+        self.left: list[Callable[[], None]] = []
+
+    def attempt(self, doing: str, operation: Callable[[Any], Any], repeat: bool, deadline: float | None = None) -> Any:
+        def submit(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+            if function is files.finish:
+                self.left.append(lambda: function(*arguments))
+                if len(self.left) == 1:
+                    raise ConnectionLost("the connection broke")
+                self.left[0]()
+            result = function(*arguments)
+            return lambda: result
+
+        try:
+            return operation(submit)
+        except ConnectionLost:
+            return operation(submit)
+
+
+def test_an_upload_that_two_agents_finish(tmp_path: Path) -> None:
+    data = os.urandom(agent.PART + 1)
+    (tmp_path / "here").write_bytes(data)
+    TwoAgents().upload(str(tmp_path / "here"), str(tmp_path / "there"))
+    assert (tmp_path / "there").read_bytes() == data
+
+
+def test_an_upload_whose_file_was_removed(tmp_path: Path) -> None:
+    path = str(tmp_path / "file")
+    for _ in range(2):  # The second time, another file is there.
+        fd, _ = files.open_write(path + "2", 0)
+        os.unlink(path + "2")
+        with pytest.raises(FileNotFoundError):
+            files.finish(fd, path + "2", path, 0o600)
+        Path(path).write_bytes(b"")
 
 
 def test_a_download_goes_on_in_the_same_version_of_a_file(tmp_path: Path) -> None:

@@ -430,6 +430,17 @@ def test_a_process_caches_the_answer(prefix: Prefix, look: Look) -> None:
     assert connection.commands == 3  # Asked, then asked anew.
 
 
+@pytest.mark.parametrize(("imports", "starts"), [([], 1), (["json"], 2)])
+def test_each_start_of_python_has_its_time(imports: list[str], starts: int, tmp_path: Path, prefix: Prefix) -> None:
+    class Timed(LocalConnection):
+        def call(self, *arguments: Any, **named: Any) -> Any:
+            assert starts < named["timeout"] / arguments[-1] < starts + 1  # The last argument has the seconds for each start.
+            return super().call(*arguments, **named)
+
+    wanted = PreDeployedEnvironment(path=str(prefix.path), imports=imports)
+    assert check_environment_on(Timed(), wanted, cluster(), True, str(tmp_path / "kept"))
+
+
 def test_concurrent_checks_agree(tmp_path: Path, prefix: Prefix, look: Look) -> None:
     found: list[Interpreter] = []
     threads = [threading.Thread(target=lambda: found.append(look(prefix.path))) for _ in range(8)]

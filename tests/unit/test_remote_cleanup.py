@@ -143,6 +143,19 @@ def test_bundles_named_by_a_run_directory_stay(base: Path, make: Callable[..., P
     assert sweep(base) == [f"bundles/{bundle}", f"runtime/{runtime}"]
 
 
+def test_separate_runs_that_still_run_stay(base: Path, make: Callable[..., Path]) -> None:
+    """Only the files of their components change and name bundles."""
+    bundle = "a" * 32
+    make(f"bundles/{bundle}", 99, "f")
+    component = make(f"runs/{RUN}", 99, "job.sh", "components/prep/payload.json") / "components/prep"
+    (component / "payload.json").write_text(f'{{"working_dir": "{base}/bundles/{bundle}"}}')
+    os.utime(component / "payload.json", (1, 1))
+    (component / "journal.jsonl").touch()
+    assert sweep(base) == []
+    os.utime(component / "journal.jsonl", (1, 1))
+    assert sweep(base) == [f"bundles/{bundle}", f"runs/{RUN}"]
+
+
 KEY = "my.session-0123456789ab"
 
 

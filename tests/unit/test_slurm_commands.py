@@ -5,6 +5,7 @@ import shlex
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -70,6 +71,18 @@ def test_a_program_that_no_path_has(hidden: Path) -> None:
     (hidden / "sbatch").chmod(0o644)
     connection = LocalConnection()
     assert [run_slurm(connection, ["sbatch"]).returncode for _ in range(2)] == [127, 127]
+    assert times_read() == 1
+
+
+def test_a_login_shell_that_failed_is_asked_again_after_a_minute(hidden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = Path(os.environ["HOME"], ".profile")
+    text = profile.read_text()
+    profile.write_text("exit 1\n")
+    connection = LocalConnection()
+    assert run_slurm(connection, ["sbatch"]).returncode == 127
+    profile.write_text(text)
+    monkeypatch.setattr(slurm, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 61))
+    assert [run_slurm(connection, ["sbatch"]).returncode for _ in range(2)] == [0, 0]
     assert times_read() == 1
 
 

@@ -1,5 +1,8 @@
 """The shared queue: rows with any job name are parsed, and slurmctld is queried rarely."""
 
+import errno
+import math
+import os
 import random
 import threading
 from collections.abc import Sequence
@@ -127,7 +130,7 @@ class Edge(LocalConnection):
             path.write_text("#!/bin/sh\n" + text.format(base))
             path.chmod(0o755)
         monkeypatch.setenv("PATH", f"{base}/bin:/usr/bin:/bin")
-        monkeypatch.setattr(slurm, "_login_path", [""])  # No login shell knows another squeue.
+        monkeypatch.setattr(slurm, "_login_path", [("", math.inf)])  # No login shell knows another squeue.
         monkeypatch.setattr(slurm, "now", lambda: int((base / "time").read_text()) / 1000)
         self.move(EPOCH)
 
@@ -274,6 +277,25 @@ def test_a_directory_that_cannot_be_made_is_an_error(edge: Edge) -> None:
     assert queue.latest(EPOCH) is None
     assert queue.error is not None and "queue" in queue.error
     assert not edge.calls
+
+
+@pytest.mark.parametrize("refused", ["mkdir", "open", "pwrite"])
+def test_an_answer_that_cannot_be_shared_is_used(refused: str, edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk refuses a new directory, a new file, or only the content of the file."""
+    call = getattr(os, refused)
+
+    def refuse(*arguments: Any, **named: Any) -> Any:
+        if refused == "open" and not arguments[1] & os.O_CREAT:
+            return call(*arguments, **named)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, refused, refuse)
+    queue = queue_of(edge)
+    for now in (EPOCH, EPOCH + 1, EPOCH + 40):
+        edge.move(now)
+        snapshot = queue.latest(now)
+        assert snapshot is not None and snapshot.began == edge.calls[-1] and queue.error is None
+    assert edge.calls == [EPOCH, EPOCH + 40]
 
 
 def test_a_missing_squeue_is_an_error(edge: Edge) -> None:
