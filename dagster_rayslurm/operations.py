@@ -108,11 +108,15 @@ def _op_context(context: Context) -> dg.OpExecutionContext:
 
 
 @contextmanager
-def _in_step(resource: ComputeFields, context: dg.OpExecutionContext) -> Iterator[None]:
+def _in_step(resource: ComputeFields, context: dg.OpExecutionContext | None) -> Iterator[None]:
     """Context manager for a block that runs a step's payloads: applies the step's retry policy to a `RunFailure` of the block.
 
-    Before the block, the tags that a re-executed Dagster run has inherited from its parent's Slurm job are set to "none".
+    Before the block, the tags that a re-executed Dagster run has inherited from its parent's Slurm job are set to "none". Without
+    a step, `context` is None, and only the block runs.
     """
+    if context is None:
+        yield
+        return
     drop_inherited_tags(context, Layout.here(resource.local_base).base)
     try:
         yield
@@ -194,40 +198,43 @@ def submit_and_leave(
     in_step = isinstance(context, (dg.OpExecutionContext, dg.AssetExecutionContext, dg.AssetCheckExecutionContext))
     op_context = _op_context(context) if in_step else None
     log = context.log if context is not None else _log
-    name = (
-        asset_key if asset_key is None or isinstance(asset_key, str) else dg.AssetKey.from_coercible(asset_key).to_user_string()
-    )
-    if op_context is not None:
-        if name is None and op_context.has_assets_def and len(op_context.selected_asset_keys) == 1:
-            name = next(iter(op_context.selected_asset_keys)).to_user_string()
-        if partition_key is None and op_context.has_partition_key:
-            partition_key = op_context.partition_key
-    with configuration_errors():
-        resource = resolve_variables(resource, type(resource).__name__, [])
-        if key is not None and (not isinstance(key, str) or not key):
-            raise ValueError(f"key: {key!r} is no text; pass one that stands for the work, such as a date or a partition")
-        call = Call(resource, settings=of_step(op_context) if op_context is not None else ((), ()), **arguments)
-        plan, backend = prepare(call, secrets.token_hex(6))
-        if not isinstance(backend, BatchBackend):
-            hint = "and topology 'spanning'; use run() for other ones"
-            raise ValueError(f"submit() needs a Slurm job for each payload: mode '{ExecutionMode.SLURM}' or hetjob {hint}")
-    log_origins(call, log)
-    step = name or (op_context.get_step_execution_context().step.key if op_context is not None else "submitted")
-    run_id = op_context.run.run_id if op_context is not None else FROM_TERMINAL
-    handle = RunHandle(
-        run="",
-        asset_key=name,
-        partition_key=partition_key,
-        key=key,
-        uses_pipes=plan.uses_pipes,
-        requeue=(call.parts[0].queue if call.parts else backend.queue).requeue,
-    )
-    pipes_context = terminal.pipes_context(step, partition_key, run_id, extras or {})
-    handle = submitted.submit_and_leave(step, plan, backend, resource, pipes_context, handle, log)
-    if op_context is not None:
-        base = Layout.here(resource.local_base).base
-        announce(op_context, base, handle.job_id, handle.cluster_id, plan.ray, handle.run, backend.connection)
-    return handle
+    with _in_step(resource, op_context):
+        name = (
+            asset_key
+            if asset_key is None or isinstance(asset_key, str)
+            else dg.AssetKey.from_coercible(asset_key).to_user_string()
+        )
+        if op_context is not None:
+            if name is None and op_context.has_assets_def and len(op_context.selected_asset_keys) == 1:
+                name = next(iter(op_context.selected_asset_keys)).to_user_string()
+            if partition_key is None and op_context.has_partition_key:
+                partition_key = op_context.partition_key
+        with configuration_errors():
+            resource = resolve_variables(resource, type(resource).__name__, [])
+            if key is not None and (not isinstance(key, str) or not key):
+                raise ValueError(f"key: {key!r} is no text; pass one that stands for the work, such as a date or a partition")
+            call = Call(resource, settings=of_step(op_context) if op_context is not None else ((), ()), **arguments)
+            plan, backend = prepare(call, secrets.token_hex(6))
+            if not isinstance(backend, BatchBackend):
+                hint = "and topology 'spanning'; use run() for other ones"
+                raise ValueError(f"submit() needs a Slurm job for each payload: mode '{ExecutionMode.SLURM}' or hetjob {hint}")
+        log_origins(call, log)
+        step = name or (op_context.get_step_execution_context().step.key if op_context is not None else "submitted")
+        run_id = op_context.run.run_id if op_context is not None else FROM_TERMINAL
+        handle = RunHandle(
+            run="",
+            asset_key=name,
+            partition_key=partition_key,
+            key=key,
+            uses_pipes=plan.uses_pipes,
+            requeue=(call.parts[0].queue if call.parts else backend.queue).requeue,
+        )
+        pipes_context = terminal.pipes_context(step, partition_key, run_id, extras or {})
+        handle = submitted.submit_and_leave(step, plan, backend, resource, pipes_context, handle, log)
+        if op_context is not None:
+            base = Layout.here(resource.local_base).base
+            announce(op_context, base, handle.job_id, handle.cluster_id, plan.ray, handle.run, backend.connection)
+        return handle
 
 
 def reattach(resource: ComputeFields, context: Context, handle: RunHandle | None) -> CompletedRun:
@@ -237,12 +244,13 @@ def reattach(resource: ComputeFields, context: Context, handle: RunHandle | None
     no valid handle, or if the submitted run failed.
     """
     op_context = _op_context(context)
-    with configuration_errors():
-        if handle is None and (text := op_context.run.tags.get(TAG)) is None:
-            raise ValueError(f"handle: this run has no tag {TAG}; pass the handle that submit() returned")
-        handle = handle or RunHandle.from_json(text or "")
-        backend = _submitting_backend(resource)
-    return drive(submitted.reattaching(op_context, handle, backend, resource))
+    with _in_step(resource, op_context):
+        with configuration_errors():
+            if handle is None and (text := op_context.run.tags.get(TAG)) is None:
+                raise ValueError(f"handle: this run has no tag {TAG}; pass the handle that submit() returned")
+            handle = handle or RunHandle.from_json(text or "")
+            backend = _submitting_backend(resource)
+        return drive(submitted.reattaching(op_context, handle, backend, resource))
 
 
 def look(resource: ComputeFields, known: Sequence[str], sensor: str, at: Callable[[str], object]) -> Any:

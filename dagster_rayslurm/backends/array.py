@@ -309,7 +309,8 @@ class Arrays:
                 job = self.backend.submit_job(directory, self._files(request, directory, chunks), request, self.step)
                 self._add(number, job, dict(enumerate(map(list, chunks))))
         except SubmissionRefused as refusal:
-            if not refusal.lacks_room:
+            # Where Slurm allows no arrays (MaxArraySize=0), it refuses an array of one element, too.
+            if not refusal.lacks_room or (size == 1 and "array specification" in str(refusal)):
                 raise
             self._next_number = number
             self._wait_for_room(refusal, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import dagster as dg
@@ -39,8 +40,9 @@ def mark_canceling(context: dg.OpExecutionContext) -> None:
     """Set the status of the step's Dagster run to "canceling". Called after a Ctrl-C.
 
     Otherwise, Dagster 1.13 would give the run the status "failed" in the end. Does nothing if the run's status is not "started",
-    or if Dagster will resume the run.
+    or if Dagster will resume the run. An error of Dagster's storage is ignored, because the payload must be ended in any case.
     """
-    run = context.instance.get_run_by_id(context.run.run_id)
-    if run is not None and run.status == dg.DagsterRunStatus.STARTED and not context.instance.run_will_resume(run.run_id):
-        context.instance.report_run_canceling(run)
+    with contextlib.suppress(Exception):
+        run = context.instance.get_run_by_id(context.run.run_id)
+        if run is not None and run.status == dg.DagsterRunStatus.STARTED and not context.instance.run_will_resume(run.run_id):
+            context.instance.report_run_canceling(run)

@@ -67,7 +67,7 @@ def impossible(reason: str, partition: str | None = None) -> str | None:
     """Returns a sentence for the user if a waiting job can never start; None if the job may start later.
 
     The sentence says what is wrong with the job and what to change. `reason` is Slurm's reason why the job waits, as squeue or
-    scontrol prints it. `partition` is the requested partition; None for the default partition. If `partition` has several names,
+    scontrol prints it. `partition` is the partition of the job; None if it is not known. If `partition` has several names,
     separated by commas, the result is None, because the reason then concerns only the last partition that Slurm tried.
     """
     if partition is not None and "," in partition:

@@ -68,6 +68,7 @@ _ADVICE = (
         f"and exclude ask for together, or it has fewer than num_nodes of them; {NODES}",
     ),
     (r"violates accounting/QOS policy", f"ask for less, or set SlurmQueueConfig.qos or account to others; {LIMITS}"),
+    (r"Invalid job array specification", 'the cluster takes no job arrays (MaxArraySize in slurm.conf); use allocation="shared"'),
     (r"license|wckey|dependency|mutually exclusive|unrecognized option", "check SlurmQueueConfig.extra_sbatch"),
 )
 
@@ -173,7 +174,8 @@ def never_starts(rows: Sequence[QueueRow], request: JobRequest) -> str | None:
     """
     for row in rows:
         part = component_request(row, request)
-        reason = impossible(row.reason, part.queue.partition)
+        # The row has the partitions that the job waits for, also if a plugin of the site or an earlier attempt chose them.
+        reason = impossible(row.reason, row.partition)
         if reason:
             sentence = with_requested_values(reason, part)
             return sentence if part is request else f"component {part.component_id!r}: {sentence}"

@@ -101,6 +101,13 @@ def test_more_partitions_than_an_array_may_have(
     assert len(fake_slurm.calls("sbatch")) == 3
 
 
+def test_a_cluster_that_allows_no_arrays(scene: Scene, script: Callable[..., Path], fake_slurm: FakeSlurm) -> None:
+    fake_slurm.set(max_array_size=0)
+    assert not scene.run(str(script("pass")), tags=tags(KEYS[:2]), allocation="each").success
+    [failure] = scene.failures
+    assert failure.kind == "submission" and 'use allocation="shared"' in (failure.description or ""), failure.description
+
+
 def test_fewer_jobs_than_partitions_may_be_submitted(
     scene: Scene, script: Callable[..., Path], tmp_path: Path, fake_slurm: FakeSlurm
 ) -> None:

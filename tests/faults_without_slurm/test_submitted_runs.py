@@ -16,7 +16,15 @@ import dagster as dg
 import pytest
 from click.testing import CliRunner
 
-from dagster_rayslurm import BashLauncher, ComputeResource, RunFailure, RunHandle, SlurmResource, build_completion_sensor
+from dagster_rayslurm import (
+    BashLauncher,
+    ComputeResource,
+    RunFailure,
+    RunHandle,
+    SlurmResource,
+    build_completion_sensor,
+    retry_policy_for,
+)
 from dagster_rayslurm.cli import main
 from dagster_rayslurm.edge import submissions
 from dagster_rayslurm.execution import submitted
@@ -68,6 +76,33 @@ def test_a_submitted_run_is_followed_by_its_handle_before_and_after_its_end(
     again = reattach(resource(tmp_path, keep_run_dirs="none"), handle)
     assert again.success and again.asset_materializations_for_node("model")[0].metadata["rows"].value == 3
     assert len(fake_slurm.jobs()) == 1
+
+
+@pytest.mark.parametrize(("kind", "attempts"), [("submission", 3), ("allocation", 1)])
+def test_the_retry_policy_holds_for_submit_and_reattach(
+    kind: str, attempts: int, fake_slurm: FakeSlurm, tmp_path: Path, script: Any
+) -> None:
+    gone = RunHandle(run="0123abcd-model-0123456789ab", job_id="7", job_name="rayslurm-model-0123456789ab", cluster_id="slurm-1")
+    tries: list[str] = []
+
+    @dg.op(retry_policy=retry_policy_for(kind, max_retries=2))
+    def submits(context: dg.OpExecutionContext, compute: ComputeResource) -> None:
+        tries.append("submit")
+        compute.submit(context=context, payload_path=script("pass"))
+
+    @dg.op(retry_policy=retry_policy_for(kind, max_retries=2))
+    def follows(context: dg.OpExecutionContext, compute: ComputeResource) -> None:
+        tries.append("reattach")
+        compute.reattach(gone, context=context)
+
+    @dg.job
+    def job() -> None:
+        submits()
+        follows()
+
+    fake_slurm.fault("sbatch", "sbatch: error: Batch job submission failed: Invalid qos specification", times=-1)
+    assert not job.execute_in_process(resources={"compute": resource(tmp_path)}, raise_on_error=False).success
+    assert (tries.count("submit"), tries.count("reattach")) == (attempts, 1)
 
 
 def test_reattach_says_that_the_run_is_gone_or_failed(fake_slurm: FakeSlurm, tmp_path: Path, script: Any) -> None:

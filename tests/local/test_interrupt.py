@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
@@ -21,6 +22,7 @@ import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource
 from dagster_rayslurm.execution import run as execution
+from dagster_rayslurm.execution.interrupts import mark_canceling
 
 from ..conftest import marked_processes, wait_until
 
@@ -145,6 +147,15 @@ def test_ctrl_c_ends_the_payload_politely(executor: str, dagster: Dagster) -> No
     assert (dagster.home / "stopped").exists() and not running(pid)
     assert dagster.statuses() == [dg.DagsterRunStatus.CANCELED]
     assert "[rayslurm] the run was cancelled: cancelled from Dagster" in dagster.messages()
+
+
+def test_a_storage_that_fails_at_ctrl_c_is_ignored() -> None:
+    """The payload is ended after the run was marked in Dagster's storage, so an error there must not keep it alive."""
+
+    def fail(run_id: str) -> None:
+        raise OSError(f"database is locked: {run_id}")
+
+    mark_canceling(SimpleNamespace(instance=SimpleNamespace(get_run_by_id=fail), run=SimpleNamespace(run_id="x")))  # type: ignore[arg-type]
 
 
 def test_ctrl_c_in_a_callback_of_the_garbage_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

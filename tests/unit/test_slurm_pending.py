@@ -61,8 +61,12 @@ def test_a_job_that_can_never_start_names_the_component_and_its_values() -> None
     said = never_starts([row(0, "Resources"), row(1, "PartitionTimeLimit")], REQUEST)
     assert said is not None and said.startswith("component 'gpu': ") and said.endswith("time_limit='9-0')")
     assert never_starts([row(0, "Resources"), row(1, "ReqNodeNotAvail")], REQUEST) is None
-    # In one of several partitions it may start yet.
-    either = replace(REQUEST, further_components=(with_queue(GPU, partition="gpu,fat"),))
+
+
+@pytest.mark.parametrize("requested", ["gpu,fat", "auto", None])
+def test_a_job_in_several_partitions_may_start_in_another(requested: str | None) -> None:
+    """Also if the partitions come from a plugin of the site, an earlier attempt, or the process that submitted the job."""
+    either = replace(REQUEST, further_components=(with_queue(GPU, partition=requested),))
     assert never_starts([row(0), row(1, "PartitionTimeLimit", partition="gpu,fat")], either) is None
 
 
