@@ -130,6 +130,15 @@ def test_a_command_that_cannot_be_started_has_a_sentence(tmp_path: Path) -> None
     assert told["params"]["end"]["exit_code"] == 127 and "no-such-program" in dict(told["params"]["output"])["stderr"]
 
 
+def test_programs_do_not_ignore_the_signals_that_python_ignores(tmp_path: Path) -> None:
+    """Otherwise a program that writes to `head` would go on after its end."""
+    runner = start(tmp_path, ["a"], ["sh", "-c", "grep SigIgn /proc/self/status; { yes; echo $? >ended; } | head -n 1"])
+    out, err = runner.communicate(timeout=30)
+    _, mask, line = out.split("\n", 1)[1].split()
+    assert (line, err, (tmp_path / "ended").read_text()) == ("y", "", f"{128 + signal.SIGPIPE}\n")
+    assert not int(mask, 16) & (1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1)
+
+
 def test_at_sigterm_nothing_of_the_running_partitions_is_left(tmp_path: Path) -> None:
     """A partition's own children get the signal, too; those that ignore it are killed once the partition has ended."""
     child = "trap '' TERM; touch child; echo $$ > pid; while :; do sleep 1; done"

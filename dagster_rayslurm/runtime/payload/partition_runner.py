@@ -335,6 +335,8 @@ def become(command: List[str], env: Dict[str, str], parent: int) -> None:
             return
     with contextlib.suppress(OSError):
         os.setsid()
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the command would inherit that.
+        signal.signal(signum, signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, env)
     except OSError as error:
