@@ -90,12 +90,53 @@ def test_at_sigterm_no_partition_starts_and_those_that_run_may_end(tmp_path: Pat
     assert not (tmp_path / "begun c").exists()
 
 
+def test_other_signals_reach_the_running_partitions_and_more_start(tmp_path: Path, script: Callable[..., Path]) -> None:
+    payload = script(f"""
+        import os, pathlib, signal, time
+        directory, key = pathlib.Path({str(tmp_path)!r}), os.environ["RAYSLURM_PARTITION_KEY"]
+        assert signal.getsignal(signal.SIGUSR1) == signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        def hear(signum, _):
+            with open(directory / f"heard {{key}}", "a") as file:
+                print(int(signum), file=file)
+        for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT, signal.SIGRTMIN):
+            signal.signal(signum, hear)
+        (directory / f"begun {{key}}").touch()
+        while not (directory / "over").exists():
+            time.sleep(0.01)
+    """)
+    runner = start(tmp_path, ["a", "b", "c"], ["python", str(payload)])
+    assert wait_until(lambda: len(list(tmp_path.glob("begun *"))) == 2)
+    sent = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT, signal.SIGRTMIN]
+    for signum in sent:
+        runner.send_signal(signum)
+
+    def heard(key: str) -> list[int]:
+        path = tmp_path / f"heard {key}"
+        return sorted(map(int, path.read_text().split())) if path.exists() else []
+
+    assert wait_until(lambda: heard("a") == heard("b") == sorted(sent))
+    (tmp_path / "over").touch()
+    _, err = runner.communicate(timeout=30)
+    assert (runner.returncode, err) == (0, "")
+    ends = {each["params"]["keys"][0]: each["params"]["end"]["exit_code"] for each in messages(tmp_path)[1:-1]}
+    assert ends == {"a": 0, "b": 0, "c": 0} and not heard("c")
+
+
 def test_a_command_that_cannot_be_started_has_a_sentence(tmp_path: Path) -> None:
     runner = start(tmp_path, ["a"], ["no-such-program"])
     _, err = runner.communicate(timeout=30)
     assert runner.returncode == 0 and "the command 'no-such-program' cannot be started: No such file or directory" in err
     _, told, _ = messages(tmp_path)
     assert told["params"]["end"]["exit_code"] == 127 and "no-such-program" in dict(told["params"]["output"])["stderr"]
+
+
+def test_programs_do_not_ignore_the_signals_that_python_ignores(tmp_path: Path) -> None:
+    """Otherwise a program that writes to `head` would go on after its end."""
+    runner = start(tmp_path, ["a"], ["sh", "-c", "grep SigIgn /proc/self/status; { yes; echo $? >ended; } | head -n 1"])
+    out, err = runner.communicate(timeout=30)
+    _, mask, line = out.split("\n", 1)[1].split()
+    assert (line, err, (tmp_path / "ended").read_text()) == ("y", "", f"{128 + signal.SIGPIPE}\n")
+    assert not int(mask, 16) & (1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1)
 
 
 def test_at_sigterm_nothing_of_the_running_partitions_is_left(tmp_path: Path) -> None:

@@ -332,7 +332,7 @@ def test_descendants_are_found_and_ended() -> None:
         # A grandchild in a session of its own, whose parent is gone: an orphan of nobody but the subreaper.
         "subprocess.run(['setsid','sh','-c','sleep 60 & sleep 0.1'])\n"
         "found=[p.pid for p in processes.descendants(os.getpid())]\n"
-        "left=processes.kill_descendants(os.getpid(), keeper._reap)\n"
+        "left=processes.kill_descendants(os.getpid(), keeper.reap)\n"
         "print(len(found), left, len(processes.descendants(os.getpid())))" % os.getcwd()
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -439,3 +439,24 @@ def test_what_a_timer_sets_for_at_once_holds_nothing_else_up() -> None:
         loop.run()
     """)
     assert subprocess.run([sys.executable, "-c", program], timeout=20).returncode == 0
+
+
+def test_a_signal_after_hundreds_of_ends_of_children_is_not_lost() -> None:
+    program = textwrap.dedent("""
+        import os, signal
+        from dagster_rayslurm.runtime.process.loop import Loop
+        loop, heard = Loop(), []
+        loop.on_signal(signal.SIGTERM, heard.append)
+        loop.spawn(["true"], lambda code, _: heard.append(code))
+        for _ in range(2000):
+            os.kill(os.getpid(), signal.SIGCHLD)
+        os.kill(os.getpid(), signal.SIGTERM)
+        loop.call_later(20, loop.stop)
+        def look():
+            loop.stop() if len(heard) == 2 else loop.call_later(0.01, look)
+        look()
+        loop.run()
+        loop.resume(0.1)
+        print(*map(int, heard))
+    """)
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60).stdout == "15 0\n"

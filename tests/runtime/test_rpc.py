@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,51 @@ def test_a_silent_client_is_closed_and_one_with_heartbeat_stays(loop: Loop, monk
     server.close()
     for each in clients:
         each.close()
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The sum of these seconds is what the clock of the loop is ahead, as after a stop of this process."""
+    seconds = [0.0]
+    monkeypatch.setattr(Loop, "now", staticmethod(lambda: time.monotonic() + sum(seconds)))
+    return seconds
+
+
+def test_the_time_in_which_this_end_was_stopped_is_no_silence(
+    loop: Loop, ahead: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other end was stopped at the same time, and sends nothing yet."""
+    monkeypatch.setattr(rpc, "HEARTBEAT_INTERVAL", 0.01)
+    events, silent = Events(), Events()
+    server = RpcServer(loop, KEY, [0], events, loopback=True, heartbeat=True)
+    client = Channel(loop, socket.create_connection(("127.0.0.1", server.port)), KEY, Role.CLIENT, silent)
+    assert turn(loop, lambda: silent.names == events.names == ["authenticated"])
+    ahead.append(3600.0)
+    pings = {client.last_received}
+
+    def pinged() -> bool:
+        pings.add(client.last_received)
+        return len(pings) > 3
+
+    assert turn(loop, pinged) and events.names == ["authenticated"]
+    client.close()
+    server.close()
+
+
+def test_a_client_counts_silence_but_not_while_it_was_stopped(loop: Loop, ahead: list[float]) -> None:
+    server = RpcServer(loop, KEY, [0], Events(), loopback=True, heartbeat=True)
+    own = Events()
+    client = RpcClient(loop, KEY, [("127.0.0.1", server.port)], own)
+    client.connect()
+    assert turn(loop, lambda: own.names == ["authenticated"]) and client.silent_for < 10
+    ahead.append(3600.0)
+    assert client.silent_for == pytest.approx(0, abs=10)
+    for _ in range(10):
+        ahead.append(rpc.HEARTBEAT_INTERVAL)
+        silent = client.silent_for
+    assert silent == pytest.approx(50, abs=10)
+    client.close()
+    server.close()
 
 
 def test_connecting_does_not_block(loop: Loop) -> None:

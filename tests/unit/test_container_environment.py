@@ -457,3 +457,21 @@ raise SystemExit(processes.guard(main, in_a_step=True))
     stepd.kill()
     stepd.wait()
     assert keeper.wait(20) == 128 + signal.SIGTERM
+
+
+def test_the_keeper_goes_on_if_the_process_that_it_is_told_was_never_visible() -> None:
+    """As where /proc hides the processes of other users, or where the container has process ids of its own."""
+    code = """
+import signal, time
+from dagster_rayslurm.runtime.process import processes
+processes._PARENT_CHECK_INTERVAL = 0.05
+def main():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    time.sleep(1)
+    return 7
+raise SystemExit(processes.guard(main, in_a_step=True))
+"""
+    hidden = subprocess.Popen(["true"])
+    hidden.wait()
+    env = {**os.environ, "RAYSLURM_PARENT": str(hidden.pid), "PYTHONPATH": os.getcwd()}
+    assert subprocess.run([sys.executable, "-c", code], env=env, timeout=60).returncode == 7

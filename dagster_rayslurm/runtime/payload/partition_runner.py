@@ -7,8 +7,8 @@ process with a Pipes context and messages of its own. When the process of a chun
 program's stdout and stderr as one section, and one Pipes message tells how the process ended.
 
 This program exits with 0 although chunks have failed. At SIGTERM, the program starts no more chunks, passes SIGTERM on to the
-running chunks, and waits for their end. If Slurm has requeued the job, the program runs only the chunks that have no exit code in
-the run record.
+running chunks, and waits for their end. The program also passes on other signals, such as the warning before the job's time
+limit, and goes on. If Slurm has requeued the job, the program runs only the chunks that have no exit code in the run record.
 """
 
 from __future__ import annotations
@@ -36,6 +36,12 @@ METHOD = "partition"  # The `method` of the Pipes message that tells how the pro
 _CONTEXT, _JOURNAL = "pipes_context.json", "journal.jsonl"  # Files in the run directory.
 _TAIL = 8192  # Most bytes of the end of each output stream in the message, from which Dagster's side explains a failure.
 _STREAMS = (("stdout", 1), ("stderr", 2))
+# Signals that this program does not pass on to the chunks: those of its own faults, its children and job control, those that
+# Python ignores, and those that no program can handle.
+_OWN_SIGNALS = {
+    *(signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ),
+    *(signal.SIGCONT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGKILL, signal.SIGSTOP),
+}
 
 
 class _CannotFork(Exception):
@@ -62,15 +68,18 @@ class Runner:
         # By process id: the chunk, the prefix of the paths of its files, and the time of its start.
         self._running: Dict[int, Tuple[Chunk, str, float]] = {}
         self._stopping = False
+        self._handlers: Dict[int, Any] = {}  # The handlers that this program has replaced, by signal.
 
     def run(self) -> Optional[Dict[str, str]]:
         """Run all chunks, each in a forked process, and block until all have ended; then return None.
 
         The method also returns in each forked process. There the result is the environment variables for the chunk's command,
         and the caller must then run this command. After SIGTERM, no more chunks start, and the method returns None when the
-        running ones have ended.
+        running ones have ended. Other signals are passed on to the running chunks.
         """
-        signal.signal(signal.SIGTERM, self._stop)
+        for signum in signal.valid_signals() - _OWN_SIGNALS:
+            before = signal.signal(signum, self._stop if signum == signal.SIGTERM else self._pass_on)
+            self._handlers[signum] = signal.SIG_DFL if before is None else before
         self._send("opened", {"extras": {}})
         recorded = recorded_keys(os.environ["RAYSLURM_RUN_DIR"])
         pending = [chunk for chunk in self._chunks if recorded.isdisjoint(chunk)][::-1]
@@ -100,10 +109,13 @@ class Runner:
         """Whether this program has received SIGTERM since `run` began."""
         return self._stopping
 
-    def _stop(self, *_: Any) -> None:
+    def _stop(self, signum: int, frame: Any) -> None:
         self._stopping = True
+        self._pass_on(signum, frame)
+
+    def _pass_on(self, signum: int, _: Any) -> None:
         for pid in list(self._running):
-            _signal_group(pid, signal.SIGTERM)
+            _signal_group(pid, signum)
 
     def _start(self, chunk: Chunk) -> Optional[Dict[str, str]]:
         """Fork a process for a chunk; the output of the forked process goes to files.
@@ -117,12 +129,12 @@ class Runner:
             json.dump(context_of(self._context, chunk), file)
         with open(files + "keys", "w", encoding="utf-8") as file:
             file.write(lines_of(chunk))
-        # A SIGTERM waits until this process knows of the forked one, and the forked one has the usual handler.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        # Signals wait until this process knows of the forked one, and the forked one has the usual handlers.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._handlers)
         try:
             pid = os.fork()
         except OSError as error:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.unlink(files + "context")
             os.unlink(files + "keys")
             raise _CannotFork(
@@ -131,12 +143,13 @@ class Runner:
             ) from error
         if pid:
             self._running[pid] = chunk, files, time.time()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             if self._stopping:
                 _signal_group(pid, signal.SIGTERM)
             return None
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for name, number in _STREAMS:
             fd = os.open(files + name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
             os.dup2(fd, number)
@@ -322,6 +335,8 @@ def become(command: List[str], env: Dict[str, str], parent: int) -> None:
             return
     with contextlib.suppress(OSError):
         os.setsid()
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the command would inherit that.
+        signal.signal(signum, signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, env)
     except OSError as error:

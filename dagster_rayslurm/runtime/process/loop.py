@@ -15,7 +15,7 @@ import socket
 import subprocess
 import time
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 # Called when a process has ended, with its exit code (negative: the signal that killed it) and its `resource.struct_rusage`.
 ExitCallback = Callable[[int, Any], None]
@@ -43,12 +43,13 @@ class Loop:
         self._order = itertools.count()
         self._children: Dict[int, Tuple[Optional["subprocess.Popen[bytes]"], ExitCallback]] = {}
         self._signals: Dict[int, Callable[[int], None]] = {}
+        self._received: Set[int] = set()  # The signals that this process has received and the loop has not handled yet.
         self._stopping = False
         self._wakeup, self._wakeup_writer = socket.socketpair()
         self._wakeup.setblocking(False)
         self._wakeup_writer.setblocking(False)
         signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGCHLD, self._receive)
         self.on_readable(self._wakeup.fileno(), self._wake)
 
     def on_readable(self, fd: int, call: Callable[[], None]) -> None:
@@ -84,7 +85,7 @@ class Loop:
         Replaces an earlier callback for the same signal, and unblocks the signal.
         """
         self._signals[signum] = call
-        signal.signal(signum, lambda *_: None)
+        signal.signal(signum, self._receive)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signum])  # The keeper blocked the signal until it has a handler.
 
     def spawn(self, argv: Sequence[str], on_exit: ExitCallback, **options: Any) -> int:
@@ -133,9 +134,14 @@ class Loop:
         self.run()
         timer.cancel()
 
+    def _receive(self, signum: int, _: object) -> None:
+        self._received.add(signum)
+
     def _wake(self) -> None:
         """Call the callbacks of the signals that this process has received since the last call; after SIGCHLD, reap children."""
-        received = set(self._wakeup.recv(4096))
+        # The bytes only wake the loop. They may lack a signal: while the loop is busy, ends of children can fill the socket.
+        self._wakeup.recv(4096)
+        received, self._received = self._received, set()
         # Signals come before the ends of children: Slurm signals all processes of a step, so the signal explains those ends.
         for signum in received & set(self._signals):
             self._signals[signum](signum)

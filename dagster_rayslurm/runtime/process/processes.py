@@ -330,7 +330,8 @@ def guard(
         excused: Called after the cleanup if the child has failed. It returns True if the other nodes can go on without this one.
         in_a_step: Whether this process belongs to a Slurm job step, so that slurmstepd is its parent. Then the keeper sends
             SIGTERM to the child when slurmstepd ends. If a container runs this process, the parent may be another process; the
-            environment variable `RAYSLURM_PARENT` then has the id of slurmstepd, and the keeper watches both processes.
+            environment variable `RAYSLURM_PARENT` then has the id of slurmstepd, and the keeper watches both processes. If
+            slurmstepd is not visible from here, the keeper watches only the parent.
         orphaned: Called after the cleanup if `in_a_step` is True and the parent or slurmstepd has ended.
 
     Returns:
@@ -340,6 +341,8 @@ def guard(
     become_subreaper()
     arrange = die_with_parent(signal.SIGTERM)
     parent, outer = os.getppid(), "/proc/" + os.environ.pop("RAYSLURM_PARENT", "self")
+    # A mount of /proc with hidepid=2, and a container's own PID namespace, hide slurmstepd (proc(5)).
+    outer = outer if os.path.exists(outer) else "/proc/self"
 
     def has_parent() -> bool:
         return os.getppid() == parent and os.path.exists(outer)

@@ -37,6 +37,9 @@ _SEND_TIMEOUT = 2.0  # Seconds that sending may block before the connection coun
 
 HEARTBEAT_INTERVAL = 5.0  # Seconds between two pings; several must fit into HEARTBEAT_TIMEOUT.
 HEARTBEAT_TIMEOUT = 30.0  # Seconds of silence after which the other end of a connection counts as lost.
+# Seconds between two checks of the silence after which this process counts as having been stopped: `scontrol suspend` and
+# PreemptMode=SUSPEND stop all processes of a job, and the clock goes on. The silence then starts anew.
+_STOPPED = 3 * HEARTBEAT_INTERVAL
 # Seconds after the loss of a connection in which the two ends may connect again, before one gives up the other; clients try ten
 # times a second.
 RECONNECT_GRACE = 10.0
@@ -127,8 +130,8 @@ class Channel:
     """One end of a connection over the socket `sock`: authenticates the other end, then sends and receives messages.
 
     The connection and the authentication must be complete within `timeout` seconds. If `heartbeat` is True, the channel sends
-    `{"op": "ping"}` every few seconds, and ends when the other end has been silent for `HEARTBEAT_TIMEOUT` seconds. Both ends
-    must have the same value of `heartbeat`.
+    `{"op": "ping"}` every few seconds, and ends when the other end has been silent for `HEARTBEAT_TIMEOUT` seconds. The time in
+    which this process was stopped does not count. Both ends must have the same value of `heartbeat`.
     """
 
     loop: Loop
@@ -140,7 +143,7 @@ class Channel:
     heartbeat: bool = False
 
     def __post_init__(self) -> None:
-        self.last_received = self.loop.now()
+        self.last_received = self._last_beat = self.loop.now()
         self._open = True
         self._handshake = Handshake(self.key, self.role)
         self._limit, self._partial = _MAX_HANDSHAKE, b""  # Bytes that a line may have at most, and a line that is not complete.
@@ -244,7 +247,10 @@ class Channel:
             self.fail("its connection ended")
 
     def _beat(self) -> None:
-        if self.loop.now() - self.last_received > HEARTBEAT_TIMEOUT:
+        before, self._last_beat = self._last_beat, self.loop.now()
+        if self._last_beat - before > _STOPPED:
+            self.last_received = self._last_beat
+        if self._last_beat - self.last_received > HEARTBEAT_TIMEOUT:
             return self.fail("it has been silent for %g s" % HEARTBEAT_TIMEOUT)
         self.send(op="ping")
         self._timer = self.loop.call_later(HEARTBEAT_INTERVAL, self._beat)
@@ -337,7 +343,7 @@ class RpcClient(Listener):
         self._targets: List[Tuple[Address, Optional[Tuple[Any, ...]]]] = [(address, None) for address in self.addresses]
         self._channel: Optional[Channel] = None
         self._closed = False
-        self._last_received = self.loop.now()
+        self._last_received = self._last_look = self.loop.now()
 
     @property
     def is_connected(self) -> bool:
@@ -345,10 +351,17 @@ class RpcClient(Listener):
 
     @property
     def silent_for(self) -> float:
-        """Seconds since the server last sent anything; before the first connection, seconds since this client was created."""
+        """Seconds since the server last sent anything; before the first connection, seconds since this client was created.
+
+        To be read every `HEARTBEAT_INTERVAL` seconds: after a much longer pause, this process was stopped, and the silence starts
+        anew.
+        """
+        before, self._last_look = self._last_look, self.loop.now()
         if self._channel is not None and self._channel.is_authenticated:
-            self._last_received = self._channel.last_received
-        return self.loop.now() - self._last_received
+            self._last_received = max(self._last_received, self._channel.last_received)
+        if self._last_look - before > _STOPPED:
+            self._last_received = self._last_look
+        return self._last_look - self._last_received
 
     def send(self, **message: Any) -> None:
         """Send a message with the given keys to the server; if there is no connection now, the message is dropped."""
@@ -396,7 +409,7 @@ class RpcClient(Listener):
     def closed(self, channel: Channel, why: str) -> None:
         address = self._targets[0 if channel.is_authenticated else -1][0]
         if channel.is_authenticated:
-            self._last_received = channel.last_received
+            self._last_received = max(self._last_received, channel.last_received)
             self.listener.closed(channel, why)
         self._channel = None
         self._failed(address, why)
