@@ -349,12 +349,11 @@ class RpcClient(Listener):
     def is_connected(self) -> bool:
         return self._channel is not None and self._channel.is_authenticated
 
-    @property
-    def silent_for(self) -> float:
-        """Seconds since the server last sent anything; before the first connection, seconds since this client was created.
+    def measure_silence(self) -> float:
+        """Returns the seconds since the server last sent anything; without a connection so far, since this client was created.
 
-        To be read every `HEARTBEAT_INTERVAL` seconds: after a much longer pause, this process was stopped, and the silence starts
-        anew.
+        To be called every `HEARTBEAT_INTERVAL` seconds: if a call comes much later, this process was stopped, and the silence
+        starts anew.
         """
         before, self._last_look = self._last_look, self.loop.now()
         if self._channel is not None and self._channel.is_authenticated:

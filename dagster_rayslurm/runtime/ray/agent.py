@@ -365,7 +365,7 @@ class Worker(Listener):
 
     def _check_head(self) -> None:
         """End this runtime if the head has been silent for too long; otherwise have the event loop check again later."""
-        silent = self._head.silent_for
+        silent = self._head.measure_silence()
         if silent > (HEARTBEAT_TIMEOUT if self._was_connected else _FIRST_CONNECT_TIMEOUT):
             self._agent.log("the head's runtime has been out of reach for %d s; ending" % silent)
             return self.loop.stop()
