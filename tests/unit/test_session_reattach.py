@@ -1,6 +1,7 @@
 """A retry reattaches to the payload that an earlier attempt left in a session, if its requirements are the same."""
 
 import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,14 @@ from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.ownership import REQUEST_FILE
 from dagster_rayslurm.backends.sessions import backend as session_backend
 from dagster_rayslurm.backends.sessions.backend import SessionBackend
+from dagster_rayslurm.backends.sessions.matching import Requirements
+from dagster_rayslurm.backends.sessions.registry import SessionManifest
 from dagster_rayslurm.environments import PreDeployedEnvironment
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.plan import Plan, make_plan
 from dagster_rayslurm.runtime.protocol.record import CANCEL, JOURNAL, PAYLOAD, encode
-from dagster_rayslurm.runtime.protocol.spec import to_json
+from dagster_rayslurm.runtime.protocol.spec import PROTOCOL_VERSION, Announcement, to_json
+from dagster_rayslurm.slurm.shared_queue import QueueRow, QueueSnapshot
 
 from .lines import Log
 
@@ -32,6 +36,21 @@ def asking(base: Path, **fields: Any) -> tuple[SessionBackend, Plan]:
     launcher = backend.own_launcher or backend.launcher
     plan = make_plan(payload_path=["true"], launcher=launcher, nonce="n", max_output_bytes=1, max_stdio_bytes=1)
     return backend, plan
+
+
+def announce(base: Path, number: int, cluster_id: str, job_id: str, closing: str | None = None) -> Path:
+    """Write the files of a generation of the session `ours-1`; returns the generation's directory."""
+    directory = base / "sessions" / "ours-1" / str(number)
+    directory.mkdir(parents=True)
+    said = Announcement(cluster_id, job_id, ["n"], 1, "00", PROTOCOL_VERSION, closing, "n")
+    (directory / "session.json").write_text(json.dumps(dataclasses.asdict(said)))
+    (directory / "offer.json").write_bytes(SessionManifest(number, Requirements(None, ()).capacity(True), ("ask",)).to_json())
+    return directory
+
+
+def queue_with(state: str) -> QueueSnapshot:
+    """A queue in which the job 7 has this state."""
+    return QueueSnapshot(0.0, (QueueRow(7, "7", state, "", None, None, 1, "n", "p", "x"),))
 
 
 @pytest.mark.parametrize(
@@ -57,12 +76,34 @@ def test_a_retry_with_other_requirements_does_not_reattach(
     (run_dir / PAYLOAD).write_text(to_json(dataclasses.replace(accepted, data_dir=str(tmp_path / "data"))))
     (run_dir / REQUEST_FILE).write_bytes(asked)
     (run_dir / JOURNAL).write_bytes(encode({"type": "start", "cluster_id": CLUSTER, "allocation": {"job_id": "7"}}))
-    said = SimpleNamespace(cluster_id=CLUSTER, job_id="7")
-    there = [SimpleNamespace(announcement=said, ended=False, key="ours-1", number=1)]
-    monkeypatch.setattr(session_backend, "list_generations", lambda *_: there)
+    announce(tmp_path, 1, CLUSTER, "7")
+    monkeypatch.setattr(session_backend, "fetch_queue", lambda _: queue_with("RUNNING"))
 
     now, plan = asking(tmp_path, **other)
     assert now.can_reattach(plan, str(run_dir), step) is expected
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "NODE_FAIL"])
+def test_a_retry_continues_a_payload_in_a_session_that_accepts_no_more(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session lets its payloads end, while steps have begun its next generation. The retry needs no session of its own."""
+    backend, plan = asking(tmp_path)
+    step = Step(run_id="r", step_key="s", partition_key=None, log=Log())
+    run_dir = tmp_path / "runs" / "r-s-n"
+    run_dir.mkdir(parents=True)
+    (run_dir / REQUEST_FILE).write_bytes(backend._packed(plan, step)[2])
+    (run_dir / JOURNAL).write_bytes(encode({"type": "start", "cluster_id": CLUSTER, "allocation": {"job_id": "7"}}))
+    directory = announce(tmp_path, 1, CLUSTER, "7", closing="its time limit is near")
+    announce(tmp_path, 2, "slurm-ba9876543210", "8")
+    monkeypatch.setattr(session_backend, "fetch_queue", lambda _: queue_with(state))
+    assert backend.can_reattach(plan, str(run_dir), step) is (state == "RUNNING")
+
+    monkeypatch.setattr(session_backend, "send_request", None)  # No session is asked.
+    registered: list[Any] = []
+    context: Any = {"extras": {}}
+    backend.start(plan, str(run_dir), context, dataclasses.replace(step, reattached=True), registered.append)
+    assert [(each.job_id, each.cluster_id, each.session.directory) for each in registered] == [("7", CLUSTER, str(directory))]
 
 
 def test_a_payload_of_an_earlier_attempt_has_ended_before_the_next_one_starts(

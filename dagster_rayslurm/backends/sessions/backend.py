@@ -33,7 +33,7 @@ from ...runtime.protocol.spec import PROTOCOL_VERSION, RuntimeSpec, to_json
 from ...slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
 from ...slurm.exclusion import Exclusion
 from ...slurm.request import JobRequest, is_job_of, job_comment, job_name
-from ...slurm.shared_queue import fetch_queue
+from ...slurm.shared_queue import ask_patiently, fetch_queue
 from ...slurm.states import TERMINAL
 from ...slurm.steps import parse_exit
 from ...slurm.submit import JOB_SCRIPT, ClaimTaken, SubmissionRefused, SubmittedJob, cancel_named, submit
@@ -50,6 +50,7 @@ from .matching import Capacity, Choice, Requirements, Target, adapted, misfit, m
 from .payload import SessionPayload
 from .registry import MOST_BYTES, Generation, LiveSession, SessionManifest, SessionRegistry, list_generations
 from .request import RunRequest, send_request
+from .state import job_of
 
 # Pauses between two reads of a payload's record; the first are short, as a payload in a warm session may be over in no time.
 _CADENCE = Cadence(busy=0.05, idle=3.0, waiting=1.0)
@@ -77,6 +78,8 @@ def start_in_session(site: Site, choice: Choice) -> RunningPayload:
     request = RunRequest(site, on_accepted, secrets_json(plan).encode("utf-8") if plan.secret_env else b"")
     acquisition = SessionAcquisition(site, choice.target)
     try:
+        if site.step.reattached and request.resume():
+            return accepted[0]
         while True:
             session, reused = acquisition.acquire(after=number)
             capacity = session.manifest.capacity
@@ -180,16 +183,16 @@ class SessionBackend(batch.ClusterBackend):
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
         _, _, request, _ = self._packed(plan, step)
 
-        def job_of(start: Record | None) -> str | None:
-            generations = list_generations(self.connection, str(self.layout.base)) if start is not None else []
-            # A run request reaches only the newest generation, which then says whether it has the payload.
-            for each in {each.key: each for each in generations}.values():
+        def session_job(start: Record | None) -> str | None:
+            # Any generation may have the payload: one that accepts no more payloads lets the running ones end.
+            for each in list_generations(self.connection, str(self.layout.base)) if start is not None else ():
                 said = each.announcement
                 if start is not None and said is not None and said.cluster_id == start.get("cluster_id") and not each.ended:
-                    return said.job_id
+                    queue = ask_patiently(lambda: fetch_queue(self.connection), self.patience, True, step.log.warning)
+                    return said.job_id if job_of(each, queue) is not None else None
             return None
 
-        return reattachable_job(self.connection, run_dir, plan.payload.nonce, request, job_of, step.log) is not None
+        return reattachable_job(self.connection, run_dir, plan.payload.nonce, request, session_job, step.log) is not None
 
     def end_abandoned(self, run_dir: str, grace_period: float) -> None:
         write_cancel_request(self.connection, run_dir, now=False)

@@ -160,6 +160,19 @@ def generation_of(base: str, found: dict[str, Any]) -> Generation:
     )
 
 
+def session_of_cluster(connection: Connection, base: str, cluster_id: str) -> LiveSession | None:
+    """Returns the session of the Ray cluster `cluster_id` below the base directory `base`, even if it accepts no more payloads.
+
+    Returns None if no generation has announced this Ray cluster, or if its manifest is not readable. Raises what
+    `list_generations` raises.
+    """
+    for each in list_generations(connection, base):
+        said, manifest = each.announcement, each.manifest
+        if said is not None and manifest is not None and said.cluster_id == cluster_id:
+            return LiveSession(each.directory, manifest, said)
+    return None
+
+
 @dataclass(frozen=True)
 class SessionRegistry:
     """The files of one session on the cluster: the directory of the session and the directories of the session's generations.

@@ -25,7 +25,7 @@ from ...slurm.steps import step_on_head
 from ...ssh.base import Connection, ConnectionFailed, ConnectionLost
 from ..base import delayed_interrupts
 from .acquire import Site
-from .registry import MOST_BYTES, Generation, LiveSession, parse_announcement
+from .registry import MOST_BYTES, Generation, LiveSession, parse_announcement, session_of_cluster
 
 # Seconds after a failure of TCP where srun got through, until this process tries TCP to that session again.
 _TCP_RETRY_AFTER = 300.0
@@ -190,6 +190,18 @@ class RunRequest:
                     site.step.log.warning(f"[rayslurm] {logged}; asking again")
             time.sleep(next(pauses, _PAUSES[-1]))
 
+    def resume(self) -> bool:
+        """Call `on_accepted` with the session that accepted the payload of an earlier attempt; returns whether it was found.
+
+        No session is asked: the journal names the session, which may be any generation, also one that accepts no more payloads.
+        Raises OSError if the files cannot be read.
+        """
+        cluster_id = self._cluster_in_journal()
+        session = cluster_id and session_of_cluster(self.site.connection, self.site.base, cluster_id)
+        if session:
+            self._settle(session)
+        return bool(session)
+
     def withdraw(self) -> None:
         """Withdraw the request from the session that was asked last. Called while it is uncertain whether a session has accepted.
 
@@ -277,9 +289,13 @@ class RunRequest:
         Returns None if the journal names no session that this request was sent to. Raises OSError if the journal cannot be
         read.
         """
+        return self._tried.get(self._cluster_in_journal() or "")
+
+    def _cluster_in_journal(self) -> str | None:
+        """Returns the id of the Ray cluster whose session has accepted the payload; None if the journal has no `start` record."""
         data = self.site.connection.read(os.path.join(self.site.run_dir, JOURNAL), 0, MOST_BYTES)
         starts = [record for record in LineReader().feed(data) if record.get("type") == "start"]
-        return self._tried.get(str(starts[0].get("cluster_id"))) if starts else None
+        return str(starts[0].get("cluster_id")) if starts else None
 
     def _lives(self, session: LiveSession, unreachable: bool) -> bool:
         """Returns False if a session has certainly ended, otherwise True: the session lives or may live.
