@@ -205,6 +205,8 @@ class SlurmJob:
         if reason and phase == JobPhase.PENDING:
             sentence = f"Slurm job {self.job_id} can never start: {reason}"
             raise RunFailure(FailureKind.SUBMISSION, sentence, self.metadata(Evidence()))
+        if self.started_at is not None:  # Slurm has requeued the job, and the time before the requeue was not spent in the queue.
+            waiting_since = max([waiting_since, *(row.submit for row in self._rows if row.submit is not None)])
         if self.queue_timeout is None or self.now() - waiting_since <= self.queue_timeout or phase == JobPhase.RUNNING:
             return
         # The shared snapshot is some seconds old; a job that has just started must not time out.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dagster_rayslurm import SlurmQueueConfig
+from dagster_rayslurm import RunFailure, SlurmQueueConfig
 from dagster_rayslurm.backends import slurm_job
 from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.slurm_job import BatchJob, SlurmJob, settling_time
@@ -145,3 +145,25 @@ def test_the_first_query_waits_until_slurm_knows_the_pending_reason(tmp_path: Pa
         r"\[rayslurm\] Slurm job 7 is waiting for Resources; Slurm expects a start at ..:.. UTC at the latest", lines[0]
     )
     assert look("Resources", 20.0)[0] == 1
+
+
+def test_a_requeued_job_waits_anew(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    """It ran for hours before the requeue."""
+    slurm, now = fake_slurm, time.time()
+    clock = Clock(slurm.connection)
+    job = SlurmJob(
+        commands=slurm.connection,
+        queue=SharedQueue(slurm.connection, str(tmp_path / "queue-of-us"), 1.0, lambda work: work(), clock),
+        request=make_request(SlurmQueueConfig(requeue=True), (), job_name="x", comment=""),
+        submitted=SubmittedJob("7", now - 7200),
+        directory=str(tmp_path),
+        queue_timeout=600,
+        log=Log(),
+    )
+    running = BatchJob(job, "c", str(tmp_path), Step("run", "step", None, Log()))
+    slurm.job(7, "x", "PENDING", reason="Priority", submit=now - 5)
+    evidence = Evidence(started_at=now - 7000)
+    assert running.poll(evidence) is None and job.status.phase is JobPhase.PENDING
+    clock.ahead = 700.0
+    with pytest.raises(RunFailure, match="queue_timeout=600 s: Priority"):
+        running.poll(evidence)
