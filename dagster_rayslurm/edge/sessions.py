@@ -121,7 +121,8 @@ def wait_for(directory: str, waiter: str) -> None:
     """
     waiting = os.path.join(directory, _WAITING)
     if not os.path.isdir(waiting):
-        os.mkdir(waiting, 0o700)
+        with contextlib.suppress(FileExistsError):  # Another process was faster, or a network file system shows it late.
+            os.mkdir(waiting, 0o700)
     os.close(os.open(os.path.join(waiting, waiter), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
     os.utime(os.path.join(waiting, waiter))
 

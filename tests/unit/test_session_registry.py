@@ -271,6 +271,31 @@ def test_the_last_waiter_cancels_a_pending_session(cluster: Cluster) -> None:
     assert cluster.acquire().manifest.generation == 2
 
 
+def test_a_waiter_counts_even_if_its_first_record_fails(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file system gives no answer once, and then shows late that another process has made the directory."""
+    cluster.slurm.set(starts=False)
+    waiting, made, tries = cluster.directory / "1" / "waiting", os.path.isdir, list[str]()
+
+    def stale(path: str) -> bool:
+        if path != str(waiting):
+            return made(path)
+        tries.append(path)
+        if len(tries) == 1:
+            raise OSError("Input/output error")
+        waiting.mkdir(exist_ok=True)
+        return False
+
+    with ThreadPoolExecutor(1) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(os.path, "isdir", stale)
+            acquiring = pool.submit(cluster.acquire)
+            recorded = wait_until(lambda: waiting.exists() and len(list(waiting.iterdir())) == 1)
+        abandoned = cluster.registry.stop_waiting(1, "another")
+        cluster.slurm.release(1)
+        assert recorded and not abandoned
+        assert acquiring.result(40).announcement.job_id == "1"
+
+
 def test_killed_waiters_do_not_count(cluster: Cluster) -> None:
     registry = cluster.registry
     cluster.acquire()

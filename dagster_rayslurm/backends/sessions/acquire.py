@@ -305,9 +305,9 @@ class SessionAcquisition:
                 return newest.live if newest.number == number else None
             now = time.monotonic()
             if now - touched >= TOUCH_INTERVAL:
-                touched = now
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # Without the record, another process could cancel the job: it is tried again.
                     self.registry.wait_for(number, self._waiter)
+                    touched = now
             if job.observe():
                 view = job.status
                 alive = alive or view.phase in (JobPhase.PENDING, JobPhase.RUNNING) or view.exit_code is not None
