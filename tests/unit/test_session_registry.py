@@ -16,12 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm import RunFailure, SlurmQueueConfig
+from dagster_rayslurm import RayLauncher, RunFailure, SessionConfig, SlurmQueueConfig, SlurmResource
 from dagster_rayslurm.backends import slurm_job
 from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.sessions import acquire
+from dagster_rayslurm.backends.sessions import backend as session_backend
 from dagster_rayslurm.backends.sessions.acquire import Action, SessionAcquisition, next_action
-from dagster_rayslurm.backends.sessions.backend import SlurmSite
+from dagster_rayslurm.backends.sessions.backend import SessionBackend, SlurmSite
 from dagster_rayslurm.backends.sessions.matching import Requirements, Target
 from dagster_rayslurm.backends.sessions.registry import (
     Generation,
@@ -33,7 +34,9 @@ from dagster_rayslurm.backends.sessions.registry import (
     parse_manifest,
 )
 from dagster_rayslurm.backends.slurm_job import SlurmJob
+from dagster_rayslurm.environments import Interpreter, PreDeployedEnvironment
 from dagster_rayslurm.errors import StartError
+from dagster_rayslurm.plan import make_plan
 from dagster_rayslurm.runtime.protocol.spec import PROTOCOL_VERSION
 from dagster_rayslurm.slurm.request import JobRequest, make_request
 from dagster_rayslurm.slurm.shared_queue import ClusterClock, SharedQueue, SlurmUnanswered, fetch_queue
@@ -464,6 +467,31 @@ def test_an_interrupt_after_the_submission_cancels_the_job(cluster: Cluster) -> 
     with pytest.raises(KeyboardInterrupt):
         acquisition.acquire(0)
     assert cluster.jobs("CANCELLED") == ["1"] and cluster.registry.newest().abandoned
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_an_interrupt_during_the_submission_gives_up_only_the_own_generation(
+    other: bool, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm, environment = SlurmResource(remote_base=str(cluster.path)), PreDeployedEnvironment(path="/env")
+    usual: dict[str, Any] = {"own_queue": None, "launcher": RayLauncher(), "reuse": True, "session": SessionConfig(name="ours")}
+    backend = SessionBackend(slurm=slurm, environment=environment, **usual)
+    plan = make_plan(payload_path=["true"], launcher=RayLauncher(), nonce="n", max_output_bytes=1, max_stdio_bytes=1)
+    monkeypatch.setattr(session_backend, "check_environment_on", lambda *_: Interpreter("/env/bin/python"))
+    claimed: list[Path] = []
+
+    def interrupted(_: Any, directory: str, files: Any, request: JobRequest, *__: Any, **___: Any) -> None:
+        """Another process claims the generation, or this one does."""
+        claimed.append(Path(directory))
+        claimed[0].mkdir(parents=True)
+        (claimed[0] / "creator").write_text("rayslurm-session-ours-aaaaaaaaaaaa\n" if other else f"{request.job_name}\n")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session_backend, "submit", interrupted)
+    context: Any = {"extras": {}}
+    with pytest.raises(KeyboardInterrupt):
+        backend.start(plan, str(cluster.path / "runs" / "r-s-n"), context, Step("r", "s", None, Log()), print)
+    assert claimed[0].joinpath("abandoned").exists() is not other
 
 
 def test_a_young_claim_with_a_live_session_is_joined_at_once(cluster: Cluster) -> None:

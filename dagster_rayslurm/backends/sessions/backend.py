@@ -391,7 +391,8 @@ class SlurmSite(Site):
         except BaseException as error:
             with deferred_interrupts():
                 with contextlib.suppress(OSError):  # If the mark cannot be made, other processes wait until the claim expires.
-                    registry.abandon(number)
+                    if registry.creator(number) in ("", name):  # Another process may have claimed the generation before.
+                        registry.abandon(number)
                 if not isinstance(error, SubmissionRefused):
                     cancel_named(self.connection, name, step.log)
             raise

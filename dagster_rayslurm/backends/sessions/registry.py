@@ -151,13 +151,18 @@ def generation_of(base: str, found: dict[str, Any]) -> Generation:
         number=number,
         directory=os.path.join(base, "sessions", key, str(number)),
         job_id=job_id,
-        job_name=files[CREATOR].partition("\n")[0].strip()[:300],
+        job_name=_job_name(files[CREATOR]),
         ended=job_id is not None and parse_exit(files[EXIT].encode(), job_id) is not None,
         announcement=announcement,
         manifest_text=files[MANIFEST],
         abandoned=found["abandoned"],
         age=found["age"],
     )
+
+
+def _job_name(creator: str) -> str:
+    """Returns the name of the job in the content of a file `CREATOR`; "" if the file is empty."""
+    return creator.partition("\n")[0].strip()[:300]
 
 
 def session_of_cluster(connection: Connection, base: str, cluster_id: str) -> LiveSession | None:
@@ -208,6 +213,11 @@ class SessionRegistry:
     def announcement(self, number: int) -> Announcement | None:
         """Returns the announcement of a generation; None if there is none. A closing session has an announcement, too."""
         return parse_announcement(self.connection.read(os.path.join(self.generation_dir(number), SESSION), 0, MOST_BYTES))
+
+    def creator(self, number: int) -> str:
+        """Returns the name of the job for which a process has claimed a generation; "" if no process has, or has just done so."""
+        content = self.connection.read(os.path.join(self.generation_dir(number), CREATOR), 0, MOST_BYTES)
+        return _job_name(content.decode("utf-8", "replace"))
 
     def wait_for(self, number: int, waiter: str) -> None:
         """Record that a process waits for generation `number` to start, so that no other process cancels its job.
