@@ -42,6 +42,7 @@ def _resolver(
     description: str,
     make: Callable[[Any], Any] = lambda value: value,
     *,
+    check: Callable[[Any], None] | None = None,
     of: Any = dict[str, Any],
     fields_of: Iterable[type[BaseModel]] = (),
 ) -> dg.Resolver:
@@ -50,6 +51,7 @@ def _resolver(
     Args:
         description: the description of the attribute.
         make: a function that gets the value in the file, with rendered templates, and returns the value of the attribute.
+        check: a function that gets the value in the file before templates are rendered, and raises `ValueError` if it is wrong.
         of: the type of the value in the file.
         fields_of: classes whose fields the table in the file may have. The attribute's schema lists these fields for
             `dg check yaml` and editors. If `fields_of` is empty, the schema allows any field.
@@ -59,12 +61,31 @@ def _resolver(
 
     def resolve(context: dg.ResolutionContext, value: Any) -> Any:
         try:
+            if check is not None:
+                check(value)
             return make(_rendered(context, value))
         except (TypeError, ValueError) as error:
             raise ValueError(one_sentence(error)) from None
 
     more = {"properties": schema, "additionalProperties": False} if schema else None
     return dg.Resolver(resolve, model_field_type=of, description=description, json_schema_extra=more)
+
+
+def _check_times(value: Any) -> None:
+    """Raise `ValueError` if a field `time_limit` in `value`, at any depth, is a number of at least 60.
+
+    Without quotes, YAML reads the text 12:30:00 as the number 45000, which would then count as minutes.
+    """
+    if isinstance(value, list):
+        for each in value:
+            _check_times(each)
+    for name, each in value.items() if isinstance(value, Mapping) else ():
+        if name == "time_limit" and isinstance(each, int) and each >= 60:
+            raise ValueError(
+                f"time_limit: {each} may be minutes, or what YAML makes of a text such as 12:30:00; write the time limit in quotes, "
+                'such as "90" or "12:30:00"'
+            )
+        _check_times(each)
 
 
 def _texts(values: Iterable[Any]) -> list[str]:
@@ -120,7 +141,8 @@ class RaySlurmScriptComponent(dg.Component, dg.Resolvable, dg.Model):
         _resolver("Fields of the launcher, over the resource's.", _launcher, fields_of=(RayLauncher, BashLauncher)),
     ] = {}
     queue: Annotated[
-        dict[str, Any], _resolver("Fields of SlurmQueueConfig, over the resource's.", _queue, fields_of=(SlurmQueueConfig,))
+        dict[str, Any],
+        _resolver("Fields of SlurmQueueConfig, over the resource's.", _queue, check=_check_times, fields_of=(SlurmQueueConfig,)),
     ] = {}
     environment: Annotated[
         Any, _resolver("Environment in place of the resource's, by its kind.", _environment, fields_of=get_args(Environment))
@@ -195,7 +217,8 @@ class ComputeResourceComponent(dg.Component, dg.Resolvable, dg.Model):
 
     resource_key: Annotated[str, _described("Key of the resource.")] = "compute"
     resource: Annotated[
-        dict[str, Any], _resolver("Fields of ComputeResource; {env: NAME} is a variable.", fields_of=(ComputeResource,))
+        dict[str, Any],
+        _resolver("Fields of ComputeResource; {env: NAME} is a variable.", check=_check_times, fields_of=(ComputeResource,)),
     ] = {}
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:  # noqa: ARG002
