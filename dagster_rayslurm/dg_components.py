@@ -82,8 +82,8 @@ def _check_times(value: Any) -> None:
     for name, each in value.items() if isinstance(value, Mapping) else ():
         if name == "time_limit" and isinstance(each, int) and each >= 60:
             raise ValueError(
-                f"time_limit: {each} may be minutes, or what YAML makes of a text such as 12:30:00; write the time limit in quotes, "
-                'such as "90" or "12:30:00"'
+                f"time_limit: {each} may be minutes, or what YAML makes of a text such as 12:30:00; write it in quotes, such as "
+                '"90" or "12:30:00"'
             )
         _check_times(each)
 
