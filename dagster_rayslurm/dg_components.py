@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from .compute import ComputeResource
 from .compute_fields import ComputeFields
+from .config import check_list
 from .dg_scaffold import ResourceScaffolder, ScriptScaffolder
 from .environments import Environment
 from .errors import one_sentence
@@ -88,8 +89,18 @@ def _check_times(value: Any) -> None:
         _check_times(each)
 
 
-def _texts(values: Iterable[Any]) -> list[str]:
-    return [str(each) for each in values]
+def _check_texts(values: Any) -> None:
+    """Raise `ValueError` if a value in the list or table `values` is a boolean or missing.
+
+    The text of such a value is unknown: YAML reads yes, on and true alike.
+    """
+    for name, each in values.items() if isinstance(values, Mapping) else enumerate(values):
+        if each is None or isinstance(each, bool):
+            raise ValueError(f'[{name}]: {each} is no text; write the text in quotes, such as "true"')
+
+
+def _texts(values: Any) -> list[str]:
+    return [str(each) for each in check_list(values, "arguments, such as [--epochs, 3]")]
 
 
 def _variables(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +142,9 @@ class RaySlurmScriptComponent(dg.Component, dg.Resolvable, dg.Model):
 
     script: Annotated[str | None, _described("Python script; its path is relative to the component's directory.")] = None
     module: Annotated[str | None, _described("Module to run in place of a script; the environment must have it.")] = None
-    args: Annotated[list[str], _resolver("Arguments of the script or module.", _texts, of=list[str | int | float])] = []
+    args: Annotated[
+        list[str], _resolver("Arguments of the script or module.", _texts, check=_check_texts, of=list[str | bool | int | float])
+    ] = []
     assets: Annotated[list[dg.ResolvedAssetSpec], _described("Assets that it makes; partitions are those of the assets.")] = []
     checks: Annotated[list[dg.ResolvedAssetCheckSpec], _described("Asset checks that it evaluates.")] = []
     name: Annotated[str | None, _described("Name of the step; by default that of the first asset or check.")] = None
@@ -147,8 +160,12 @@ class RaySlurmScriptComponent(dg.Component, dg.Resolvable, dg.Model):
     environment: Annotated[
         Any, _resolver("Environment in place of the resource's, by its kind.", _environment, fields_of=get_args(Environment))
     ] = None
-    extra_env: Annotated[dict[str, Any], _resolver("Variables of the script and its Ray workers.", _variables)] = {}
-    secret_env: Annotated[dict[str, Any], _resolver("Variables of the script alone, as {env: NAME}.", _variables)] = {}
+    extra_env: Annotated[
+        dict[str, Any], _resolver("Variables of the script and its Ray workers.", _variables, check=_check_texts)
+    ] = {}
+    secret_env: Annotated[
+        dict[str, Any], _resolver("Variables of the script alone, as {env: NAME}.", _variables, check=_check_texts)
+    ] = {}
     extra_files: Annotated[list[str], _described("Files for its working directory, relative to the component's.")] = []
     outputs: Annotated[list[str], _described("Patterns of files to bring back from its working directory.")] = []
     uses_pipes: Annotated[bool, _described("Whether it opens Dagster Pipes; otherwise its exit code alone decides.")] = True
