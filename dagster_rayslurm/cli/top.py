@@ -22,12 +22,13 @@ from ..access.serve import served
 from ..access.watch import QUERIES, Node, Snapshot, state_counts
 from ..errors import StartError
 from ..runtime.protocol.messages import Operation
-from .common import duration, json_option, print_json
+from .common import duration, json_option, output_console, print_json
 from .options import cluster_options
 from .ray import find_target, say, target_argument
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
 _INTERVAL = 1.0  # Seconds between two requests to the dashboard; each request fetches one part of the snapshot, in turn.
 _TIMEOUT = 30.0
@@ -141,21 +142,22 @@ def _payloads(found: Found) -> Callable[[], Sequence[Mapping[str, Any]]] | None:
 
 def _print_once(watch: Watch, title: str, as_json: bool) -> None:
     """Sends each query once, and prints the answers as tables, or as one JSON object; `title` names the run or session."""
-    from rich.console import Console
-
     for query in (*QUERIES, "payloads"):
         watch.ask(query)
         if watch.problem:
             raise click.ClickException(f"the dashboard does not answer: {watch.problem}")
     if as_json:
-        shown = watch.snapshot
-        told = {"totals": dict(shown.totals), "never": shown.never, "unchecked": shown.unchecked}
-        return print_json({**asdict(shown), **told})
-    console = Console()
+        found = watch.snapshot
+        told = {"totals": dict(found.totals), "never": found.never, "unchecked": found.unchecked}
+        return print_json({**asdict(found), **told})
+    console = output_console()
     console.print(header(watch.snapshot, title, ""))
     for view in VIEWS:
         if rows(watch.snapshot, view):
-            console.print(table(watch.snapshot, Screen(view, -1), len(rows(watch.snapshot, view))))
+            shown = table(watch.snapshot, Screen(view, -1), len(rows(watch.snapshot, view)))
+            for column in shown.columns:
+                column.overflow = "fold"  # Nothing is cut, unlike on the live screen, where each row has one line.
+            console.print(shown)
 
 
 def _live(watch: Watch, title: str, said: Sequence[str], ended: Sequence[str]) -> None:
@@ -272,7 +274,7 @@ _HEADERS = {
 }
 
 
-def table(snapshot: Snapshot, screen: Screen, height: int) -> RenderableType:
+def table(snapshot: Snapshot, screen: Screen, height: int) -> Table:
     """Returns a table of the rows of `screen.view` that fit into `height` lines, around the chosen row."""
     from rich.table import Table
     from rich.text import Text

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import json
 import os
 import pty
 import socket
@@ -169,6 +170,30 @@ def test_a_head_that_does_not_answer_is_one_sentence(tmp_path: Path, monkeypatch
         lines = done.stderr.splitlines()
         assert done.exit_code == 1 and done.stdout == "" and "could not be reached" in lines[-1], (done.exception, lines)
         assert len(lines) == 2 and "srun did not start a relay" in lines[0]
+
+
+def test_the_output_of_top_for_a_program_is_not_cut(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `rayslurm top --once train | grep …`."""
+    command = "python " + "/".join(["evaluation"] * 12) + "/everything.py"
+    counts = {"result": {"node_id_to_summary": {"cluster": {"summary": {}}}}}
+    answers = {
+        **{f"/api/v0/{each}/summarize": {"data": {"result": counts}} for each in ("tasks", "actors")},
+        **{f"/api/v0/{each}": {"data": {"result": {"result": []}}} for each in ("tasks", "placement_groups")},
+        "/api/jobs/": [{"submission_id": "raysubmit_2yBharXnNh75kcje", "status": "RUNNING", "entrypoint": command}],
+        "/nodes": {"data": {"summary": []}},
+    }
+
+    def answer(handler: Dashboard) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(json.dumps(answers[handler.path.partition("?")[0]]).encode())
+
+    monkeypatch.setattr(Dashboard, "do_GET", answer)
+    run_dir(tmp_path, "1a2b3c4d-train-aa", access(int(url.rpartition(":")[2])))
+    program = [sys.executable, "-m", "dagster_rayslurm.cli", "--base", str(tmp_path), "top", "--once", "train"]
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    done = subprocess.run(program, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert command in done.stdout, done
 
 
 @pytest.mark.timeout(60)
