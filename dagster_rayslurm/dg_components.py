@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from .compute import ComputeResource
 from .compute_fields import ComputeFields
+from .config import check_list
 from .dg_scaffold import ResourceScaffolder, ScriptScaffolder
 from .environments import Environment
 from .errors import one_sentence
@@ -42,6 +43,7 @@ def _resolver(
     description: str,
     make: Callable[[Any], Any] = lambda value: value,
     *,
+    check: Callable[[Any], None] | None = None,
     of: Any = dict[str, Any],
     fields_of: Iterable[type[BaseModel]] = (),
 ) -> dg.Resolver:
@@ -50,6 +52,7 @@ def _resolver(
     Args:
         description: the description of the attribute.
         make: a function that gets the value in the file, with rendered templates, and returns the value of the attribute.
+        check: a function that gets the value in the file before templates are rendered, and raises `ValueError` if it is wrong.
         of: the type of the value in the file.
         fields_of: classes whose fields the table in the file may have. The attribute's schema lists these fields for
             `dg check yaml` and editors. If `fields_of` is empty, the schema allows any field.
@@ -59,6 +62,8 @@ def _resolver(
 
     def resolve(context: dg.ResolutionContext, value: Any) -> Any:
         try:
+            if check is not None:
+                check(value)
             return make(_rendered(context, value))
         except (TypeError, ValueError) as error:
             raise ValueError(one_sentence(error)) from None
@@ -67,8 +72,35 @@ def _resolver(
     return dg.Resolver(resolve, model_field_type=of, description=description, json_schema_extra=more)
 
 
-def _texts(values: Iterable[Any]) -> list[str]:
-    return [str(each) for each in values]
+def _check_times(value: Any) -> None:
+    """Raise `ValueError` if a field `time_limit` in `value`, at any depth, is a number of at least 60.
+
+    Without quotes, YAML reads the text 12:30:00 as the number 45000, which would then count as minutes.
+    """
+    if isinstance(value, list):
+        for each in value:
+            _check_times(each)
+    for name, each in value.items() if isinstance(value, Mapping) else ():
+        if name == "time_limit" and isinstance(each, int) and each >= 60:
+            raise ValueError(
+                f"time_limit: {each} may be minutes, or what YAML makes of a text such as 12:30:00; write it in quotes, such as "
+                '"90" or "12:30:00"'
+            )
+        _check_times(each)
+
+
+def _check_texts(values: Any) -> None:
+    """Raise `ValueError` if a value in the list or table `values` is a boolean or missing.
+
+    The text of such a value is unknown: YAML reads yes, on and true alike.
+    """
+    for name, each in values.items() if isinstance(values, Mapping) else enumerate(values):
+        if each is None or isinstance(each, bool):
+            raise ValueError(f'[{name}]: {each} is no text; write the text in quotes, such as "true"')
+
+
+def _texts(values: Any) -> list[str]:
+    return [str(each) for each in check_list(values, "arguments, such as [--epochs, 3]")]
 
 
 def _variables(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,7 +142,9 @@ class RaySlurmScriptComponent(dg.Component, dg.Resolvable, dg.Model):
 
     script: Annotated[str | None, _described("Python script; its path is relative to the component's directory.")] = None
     module: Annotated[str | None, _described("Module to run in place of a script; the environment must have it.")] = None
-    args: Annotated[list[str], _resolver("Arguments of the script or module.", _texts, of=list[str | int | float])] = []
+    args: Annotated[
+        list[str], _resolver("Arguments of the script or module.", _texts, check=_check_texts, of=list[str | bool | int | float])
+    ] = []
     assets: Annotated[list[dg.ResolvedAssetSpec], _described("Assets that it makes; partitions are those of the assets.")] = []
     checks: Annotated[list[dg.ResolvedAssetCheckSpec], _described("Asset checks that it evaluates.")] = []
     name: Annotated[str | None, _described("Name of the step; by default that of the first asset or check.")] = None
@@ -120,13 +154,18 @@ class RaySlurmScriptComponent(dg.Component, dg.Resolvable, dg.Model):
         _resolver("Fields of the launcher, over the resource's.", _launcher, fields_of=(RayLauncher, BashLauncher)),
     ] = {}
     queue: Annotated[
-        dict[str, Any], _resolver("Fields of SlurmQueueConfig, over the resource's.", _queue, fields_of=(SlurmQueueConfig,))
+        dict[str, Any],
+        _resolver("Fields of SlurmQueueConfig, over the resource's.", _queue, check=_check_times, fields_of=(SlurmQueueConfig,)),
     ] = {}
     environment: Annotated[
         Any, _resolver("Environment in place of the resource's, by its kind.", _environment, fields_of=get_args(Environment))
     ] = None
-    extra_env: Annotated[dict[str, Any], _resolver("Variables of the script and its Ray workers.", _variables)] = {}
-    secret_env: Annotated[dict[str, Any], _resolver("Variables of the script alone, as {env: NAME}.", _variables)] = {}
+    extra_env: Annotated[
+        dict[str, Any], _resolver("Variables of the script and its Ray workers.", _variables, check=_check_texts)
+    ] = {}
+    secret_env: Annotated[
+        dict[str, Any], _resolver("Variables of the script alone, as {env: NAME}.", _variables, check=_check_texts)
+    ] = {}
     extra_files: Annotated[list[str], _described("Files for its working directory, relative to the component's.")] = []
     outputs: Annotated[list[str], _described("Patterns of files to bring back from its working directory.")] = []
     uses_pipes: Annotated[bool, _described("Whether it opens Dagster Pipes; otherwise its exit code alone decides.")] = True
@@ -195,7 +234,8 @@ class ComputeResourceComponent(dg.Component, dg.Resolvable, dg.Model):
 
     resource_key: Annotated[str, _described("Key of the resource.")] = "compute"
     resource: Annotated[
-        dict[str, Any], _resolver("Fields of ComputeResource; {env: NAME} is a variable.", fields_of=(ComputeResource,))
+        dict[str, Any],
+        _resolver("Fields of ComputeResource; {env: NAME} is a variable.", check=_check_times, fields_of=(ComputeResource,)),
     ] = {}
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:  # noqa: ARG002

@@ -70,11 +70,14 @@ async def serve(
 
 
 @contextlib.contextmanager
-def served(found: Found, say: Callable[[str], None], service: Service | None = None) -> Iterator[str]:
+def served(
+    found: Found, say: Callable[[str], None], service: Service | None = None, ended: Callable[[str], None] | None = None
+) -> Iterator[str]:
     """Context manager that makes a service of a cluster reachable at a URL of this machine, and yields the URL.
 
     If `service` is None, the service is the Ray dashboard. Raises ClusterEnded if the cluster cannot be reached. `say` is called
-    with a sentence when the connection is lost or restored, and when the cluster ends.
+    with a sentence when the connection is lost or restored. `ended` is called with a sentence when the URL stops working, because
+    the cluster has ended or stays out of reach; if `ended` is None, `say` is called.
     """
     url: Future[str] = Future()
     began: Future[tuple[asyncio.AbstractEventLoop, Any]] = Future()
@@ -92,7 +95,7 @@ def served(found: Found, say: Callable[[str], None], service: Service | None = N
             if not url.done():
                 url.set_exception(error)
             else:
-                say(str(error))
+                (ended or say)(str(error))
         finally:
             began.cancel()  # Has an effect only if no event loop could be made, so that `work` has never run.
 

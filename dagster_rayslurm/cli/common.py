@@ -16,6 +16,8 @@ from ..errors import TROUBLES, FailureKind, StartError, one_sentence
 from ..ssh.base import ConnectionFailed
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..failures import RunFailure
 
 _WIDE = 200  # Characters of a line that goes to a file or another program.
@@ -85,7 +87,6 @@ def print_json(row: Mapping[str, Any]) -> None:
 
 def print_table(rows: Iterable[Sequence[str]], *headers: str, **options: Any) -> None:
     """Prints a table; cells appear literally, without rich's markup and emoji. `options` are options of `rich.table.Table`."""
-    from rich.console import Console
     from rich.table import Column, Table
     from rich.text import Text
 
@@ -94,8 +95,15 @@ def print_table(rows: Iterable[Sequence[str]], *headers: str, **options: Any) ->
     table = Table(*columns, **options)
     for row in rows:
         table.add_row(*map(Text, row))
+    output_console().print(table)
+
+
+def output_console() -> Console:
+    """Returns a console for standard output, as wide as the terminal or COLUMNS, otherwise wide enough for long lines."""
+    from rich.console import Console
+
     shown = os.isatty(1) or "COLUMNS" in os.environ
-    Console(width=None if shown else _WIDE).print(table)
+    return Console(width=None if shown else _WIDE)
 
 
 def print_values(values: Mapping[str, Any]) -> None:

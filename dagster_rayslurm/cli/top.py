@@ -22,12 +22,13 @@ from ..access.serve import served
 from ..access.watch import QUERIES, Node, Snapshot, state_counts
 from ..errors import StartError
 from ..runtime.protocol.messages import Operation
-from .common import duration, json_option, print_json
+from .common import duration, json_option, output_console, print_json
 from .options import cluster_options
 from .ray import find_target, say, target_argument
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
 _INTERVAL = 1.0  # Seconds between two requests to the dashboard; each request fetches one part of the snapshot, in turn.
 _TIMEOUT = 30.0
@@ -115,17 +116,17 @@ def top(target: str, once: bool, as_json: bool) -> None:
     """
     found = find_target(target)
     live = not once and not as_json and sys.stdin.isatty() and sys.stdout.isatty()
-    ended: list[str] = []
+    said, ended = list[str](), list[str]()
     try:
-        with served(found, ended.append if live else say) as url:
+        with served(found, said.append if live else say, ended=ended.append if live else say) as url:
             watch = Watch(url, _payloads(found))
             if live:
-                _live(watch, found.title, ended)
+                _live(watch, found.title, said, ended)
             else:
                 _print_once(watch, found.title, as_json)
     except ClusterEnded as error:
         raise click.ClickException(str(error)) from None
-    for sentence in ended[-1:]:
+    for sentence in [*said, *ended][-1:]:
         say(sentence)
 
 
@@ -141,27 +142,29 @@ def _payloads(found: Found) -> Callable[[], Sequence[Mapping[str, Any]]] | None:
 
 def _print_once(watch: Watch, title: str, as_json: bool) -> None:
     """Sends each query once, and prints the answers as tables, or as one JSON object; `title` names the run or session."""
-    from rich.console import Console
-
     for query in (*QUERIES, "payloads"):
         watch.ask(query)
         if watch.problem:
             raise click.ClickException(f"the dashboard does not answer: {watch.problem}")
     if as_json:
-        shown = watch.snapshot
-        told = {"totals": dict(shown.totals), "never": shown.never, "unchecked": shown.unchecked}
-        return print_json({**asdict(shown), **told})
-    console = Console()
+        found = watch.snapshot
+        told = {"totals": dict(found.totals), "never": found.never, "unchecked": found.unchecked}
+        return print_json({**asdict(found), **told})
+    console = output_console()
     console.print(header(watch.snapshot, title, ""))
     for view in VIEWS:
         if rows(watch.snapshot, view):
-            console.print(table(watch.snapshot, Screen(view, -1), len(rows(watch.snapshot, view))))
+            shown = table(watch.snapshot, Screen(view, -1), len(rows(watch.snapshot, view)))
+            for column in shown.columns:
+                column.overflow = "fold"  # Nothing is cut, unlike on the live screen, where each row has one line.
+            console.print(shown)
 
 
-def _live(watch: Watch, title: str, ended: Sequence[str]) -> None:
-    """Shows the cluster in the terminal until the user quits or the cluster ends.
+def _live(watch: Watch, title: str, said: Sequence[str], ended: Sequence[str]) -> None:
+    """Shows the cluster in the terminal until the user quits, or the cluster ends or stays out of reach.
 
-    `title` names the run or session. Another thread appends sentences about the connection and the cluster's end to `ended`.
+    `title` names the run or session. Another thread appends sentences about the connection to `said`, and a sentence about the
+    cluster's end to `ended`.
     """
     from rich.console import Console, Group
     from rich.live import Live
@@ -171,11 +174,11 @@ def _live(watch: Watch, title: str, ended: Sequence[str]) -> None:
     threading.Thread(target=watch.run, name="rayslurm-top", daemon=True).start()
     try:
         with _single_keys() as key, Live(console=console, screen=True, auto_refresh=False) as live:
-            while not screen.over and not any("has ended" in each for each in ended):
+            while not screen.over and not ended:
                 height = max(3, console.height - 9 - len(watch.snapshot.never) - len(watch.snapshot.unchecked))
-                said = watch.problem or (ended[-1] if ended else "")
+                problem = watch.problem or (said[-1] if said else "")
                 body = table(watch.snapshot, screen, height)
-                live.update(Group(header(watch.snapshot, title, said), body, Text(KEYS, style="dim")), refresh=True)
+                live.update(Group(header(watch.snapshot, title, problem), body, Text(KEYS, style="dim")), refresh=True)
                 pressed = key(0.5)
                 if pressed is not None:
                     screen = screen.after(pressed, len(rows(watch.snapshot, screen.view)))
@@ -271,7 +274,7 @@ _HEADERS = {
 }
 
 
-def table(snapshot: Snapshot, screen: Screen, height: int) -> RenderableType:
+def table(snapshot: Snapshot, screen: Screen, height: int) -> Table:
     """Returns a table of the rows of `screen.view` that fit into `height` lines, around the chosen row."""
     from rich.table import Table
     from rich.text import Text

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import random
+import signal
 import socket
 import stat
 import subprocess
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from .base import Connection, Submit
-from .terminal import shell_status
+from .terminal import has_terminal, shell_status
 
 T = TypeVar("T")
 
@@ -44,9 +45,18 @@ class LocalConnection(Connection):
         return stream
 
     def interact(self, command: Sequence[str]) -> int:
-        with contextlib.suppress(KeyboardInterrupt):
-            return shell_status(subprocess.call(list(command)))
-        return 130
+        process = subprocess.Popen(list(command))
+        try:
+            while True:
+                try:
+                    return shell_status(process.wait())
+                except KeyboardInterrupt:
+                    if not has_terminal():  # Otherwise the terminal has interrupted the command, too.
+                        process.send_signal(signal.SIGINT)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
 
     def stream(self, command: Sequence[str]) -> socket.socket:
         stream, other = socket.socketpair()

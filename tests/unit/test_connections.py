@@ -4,9 +4,11 @@ import base64
 import hashlib
 import hmac
 import os
+import pty
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -275,6 +277,39 @@ def test_messages_of_ssh_become_sentences(output: str, message: str) -> None:
 def test_a_local_connection_connects_directly() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, connection_to(None).connect(*server.getsockname(), 5) as stream:
         assert stream.getpeername() == server.getsockname()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("terminal", [True, False])
+def test_ctrl_c_does_not_kill_a_local_command_that_goes_on(terminal: bool) -> None:
+    """As a Python prompt, which `rayslurm attach --python` opens; it takes its time."""
+    command = """if True:
+        import signal, sys, time
+        got = []
+        signal.signal(signal.SIGINT, lambda *_: got.append(1))
+        print("ready", flush=True)
+        while not got:
+            time.sleep(0.05)
+        time.sleep(1)
+        sys.exit(7)
+    """
+    attach = """if True:
+        import sys
+        from dagster_rayslurm.ssh.local import LocalConnection
+        sys.exit(LocalConnection().interact(sys.argv[1:]))
+    """
+    pid, fd = pty.fork()
+    if pid == 0:
+        if not terminal:  # As in `rayslurm attach … | cat`; the end of the input does not interest the command.
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.execv(sys.executable, [sys.executable, "-c", attach, sys.executable, "-c", command])
+    said = b""
+    while b"ready" not in said:
+        said += os.read(fd, 100)
+    os.write(fd, b"\x03")
+    _, status = os.waitpid(pid, 0)
+    os.close(fd)
+    assert os.waitstatus_to_exitcode(status) == 7
 
 
 def test_a_jump_host_that_goes_away_does_not_count_as_silent() -> None:

@@ -70,6 +70,17 @@ def load(sandbox: DefsFolderSandbox) -> dg.Definitions:
         return defs
 
 
+def refused(sandbox: DefsFolderSandbox) -> str:
+    """The messages of the error with which the definitions do not load."""
+    with pytest.raises(Exception, match=r"(?s)") as caught:
+        load(sandbox)
+    chain, error = [], caught.value
+    while error is not None:
+        chain.append(str(error))
+        error = error.__cause__ or error.__context__
+    return "\n".join(chain)
+
+
 def materialize(sandbox: DefsFolderSandbox, **arguments: Any) -> dg.ExecuteInProcessResult:
     return load(sandbox).resolve_implicit_global_asset_job_def().execute_in_process(**arguments)
 
@@ -112,6 +123,33 @@ def test_fields_of_queue_and_launcher_are_settings_of_the_step(sandbox: DefsFold
     assert op.tags["dagster-rayslurm/config"] == '{"launcher": {"grace_period": 3, "kind": "bash"}, "queue": {"mem": "2G"}}'
 
 
+@pytest.mark.parametrize(
+    ("kind", "attributes"),
+    [
+        (SCRIPT, "{script: tell.py, assets: [{key: model}], queue: {time_limit: LIMIT}}"),
+        (RESOURCE, "{resource: {slurm: {queue: {time_limit: LIMIT}}}}"),
+        (RESOURCE, "{resource: {session: {time_limit: LIMIT}}}"),
+    ],
+)
+def test_a_time_limit_without_quotes_is_no_number_of_minutes(sandbox: DefsFolderSandbox, kind: str, attributes: str) -> None:
+    """YAML reads 12:30:00 as 45000."""
+    directory = sandbox.defs_folder_path / "model"
+    directory.mkdir()
+    (directory / "tell.py").write_text("")
+    (directory / "defs.yaml").write_text(f"type: {kind}\nattributes: {attributes.replace('LIMIT', '12:30:00')}\n")
+    assert re.search("time_limit: 45000 .* in quotes", refused(sandbox))
+
+
+@pytest.mark.parametrize("limit", ["30", '"90"', "01:30:00", '"12:30:00"', "\"{{ env('LIMIT', '90') }}\""])
+def test_a_clear_time_limit_is_taken(sandbox: DefsFolderSandbox, limit: str) -> None:
+    directory = sandbox.defs_folder_path / "compute"
+    directory.mkdir()
+    attributes = f"{{resource: {{slurm: {{queue: {{time_limit: {limit}}}}}}}}}"
+    (directory / "defs.yaml").write_text(f"type: {RESOURCE}\nattributes: {attributes}\n")
+    slurm = (load(sandbox).resources or {})["compute"].slurm
+    assert slurm.queue.time_limit == {"\"{{ env('LIMIT', '90') }}\"": "90"}.get(limit, limit.strip('"'))
+
+
 def test_a_module_and_checks_alone(sandbox: DefsFolderSandbox, write: Callable[..., Path], tmp_path: Path) -> None:
     checks = [{"name": "good", "asset": "elsewhere"}]
     write(script=None, module="json.tool", args=["--help"], assets=[], checks=checks, uses_pipes=False)
@@ -151,6 +189,10 @@ def test_two_clusters_in_one_project(sandbox: DefsFolderSandbox, write: Callable
         ({"script": "nothing.py"}, "script: there is no Python script '.*nothing.py'"),
         ({"script": "defs.yaml"}, "script: there is no Python script '.*defs.yaml'"),
         ({"module": "json.tool"}, "give either script or module"),
+        ({"args": "--epochs 3"}, "write a list of arguments"),
+        ({"args": ["--fast", True]}, r"\[1\]: True is no text"),
+        ({"extra_env": {"FAST": True}}, r"\[FAST\]: True is no text"),
+        ({"secret_env": {"FAST": None}}, r"\[FAST\]: None is no text"),
         ({"assets": []}, "assets and checks are empty; list at least one"),
         ({"queues": {}}, "queues"),
         ({"resource": {"modus": "local"}}, "ComputeResource has no field 'modus'; did you mean mode?"),
@@ -162,13 +204,8 @@ def test_mistakes_are_refused_when_definitions_load(
     sandbox: DefsFolderSandbox, write: Callable[..., Path], attributes: dict[str, Any], says: str
 ) -> None:
     write(**attributes)
-    with pytest.raises(Exception, match=r"(?s)") as caught:
-        load(sandbox)
-    chain, error = [], caught.value
-    while error is not None:
-        chain.append(str(error))
-        error = error.__cause__ or error.__context__
-    assert re.search(says, "\n".join(chain)), chain
+    found = refused(sandbox)
+    assert re.search(says, found), found
 
 
 @pytest.mark.parametrize("scaffold_format", ["yaml", "python"])

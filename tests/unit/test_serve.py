@@ -1,8 +1,11 @@
 """Tests: the commands that use a running Ray cluster reach it, by no detour, and say in one sentence why they do not."""
 
 import asyncio
+import contextlib
 import gc
+import json
 import os
+import pty
 import socket
 import subprocess
 import sys
@@ -167,6 +170,60 @@ def test_a_head_that_does_not_answer_is_one_sentence(tmp_path: Path, monkeypatch
         lines = done.stderr.splitlines()
         assert done.exit_code == 1 and done.stdout == "" and "could not be reached" in lines[-1], (done.exception, lines)
         assert len(lines) == 2 and "srun did not start a relay" in lines[0]
+
+
+def test_the_output_of_top_for_a_program_is_not_cut(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `rayslurm top --once train | grep …`."""
+    command = "python " + "/".join(["evaluation"] * 12) + "/everything.py"
+    counts = {"result": {"node_id_to_summary": {"cluster": {"summary": {}}}}}
+    answers = {
+        **{f"/api/v0/{each}/summarize": {"data": {"result": counts}} for each in ("tasks", "actors")},
+        **{f"/api/v0/{each}": {"data": {"result": {"result": []}}} for each in ("tasks", "placement_groups")},
+        "/api/jobs/": [{"submission_id": "raysubmit_2yBharXnNh75kcje", "status": "RUNNING", "entrypoint": command}],
+        "/nodes": {"data": {"summary": []}},
+    }
+
+    def answer(handler: Dashboard) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(json.dumps(answers[handler.path.partition("?")[0]]).encode())
+
+    monkeypatch.setattr(Dashboard, "do_GET", answer)
+    run_dir(tmp_path, "1a2b3c4d-train-aa", access(int(url.rpartition(":")[2])))
+    program = [sys.executable, "-m", "dagster_rayslurm.cli", "--base", str(tmp_path), "top", "--once", "train"]
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    done = subprocess.run(program, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert command in done.stdout, done
+
+
+@pytest.mark.timeout(60)
+def test_top_ends_when_the_head_stays_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    ours, theirs = socket.socketpair()
+    streams = [ours]
+
+    def open_once(*_: Any) -> tuple[socket.socket, bool]:
+        if not streams:
+            raise OSError("no route to n1")
+        return streams.pop(), False
+
+    monkeypatch.setattr(head, "open_relay", open_once)
+    monkeypatch.setattr(head, "_UNREACHABLE", -1.0)
+    monkeypatch.setattr(Watch, "run", lambda _: theirs.close())  # The screen is there, and the stream ends.
+    run_dir(tmp_path, "1a2b3c4d-train-aa", access(job_id="17", hosts=["n1"]))
+    screen, terminal = pty.openpty()
+    threading.Thread(target=drain, args=[screen], daemon=True).start()
+    with open(terminal, closefd=False) as stdin, open(terminal, "w") as stdout:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr(sys, "stdout", stdout)
+        main(["--base", str(tmp_path), "top", "train"], standalone_mode=False)
+        monkeypatch.undo()
+    assert "the head node n1 cannot be reached: no route to n1" in capsys.readouterr().err
+
+
+def drain(screen: int) -> None:
+    with open(screen, "rb", 0) as file, contextlib.suppress(OSError):  # EIO: the terminal is closed.
+        while file.read(4096):
+            pass
 
 
 @pytest.mark.parametrize(("method", "body", "times"), [("POST", "", 1), ("PUT", "x", 1), ("GET", "", 3), ("GET", "x", 1)])
