@@ -538,7 +538,10 @@ class Arrays:
         jobs = [f"{array.array_id}_{number}" for array, number, _ in pending]
         if len(jobs) > _MOST_NAMED or not all(each.begun for _, _, each in pending):
             jobs = list(dict.fromkeys(array.job.job_id for array, _, _ in pending))
-        facts = fetch_element_facts(self.connection, jobs)
+        try:
+            facts = fetch_element_facts(self.connection, jobs)
+        except TimeoutError:  # sacct hangs; the other elements must not wait for it.
+            facts = {}
         for array, number, element in pending:
             ended = element.ended
             assert ended is not None and ended.explain_by is not None
