@@ -557,13 +557,14 @@ class Arrays:
     def cancel(self) -> None:
         """Cancel all arrays, and wait up to a minute for each until Slurm confirms its end. Submits no further array after that.
 
-        Logs an error if Slurm does not confirm an end. Raises OSError if the cluster is out of reach.
+        Logs an error if Slurm does not confirm an end.
         """
         self.waiting = []
         alive = [array for array in self.running if array.open]
         if alive:
             with_all = ["scancel", *(array.job.job_id for array in alive)]
-            run_slurm(self.connection, with_all, timeout=60)
+            with contextlib.suppress(OSError):  # Each array is cancelled once more below.
+                run_slurm(self.connection, with_all, timeout=60)
         for array in alive:
             array.job.cancelled = True
             array.job.cancel_until_gone()
