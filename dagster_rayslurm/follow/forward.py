@@ -180,6 +180,14 @@ class RecordPipes(dg.PipesContextInjector, dg.PipesMessageReader):
             self._context.log.removeFilter(keep)
 
 
+def has_time_windows(definition: dg.PartitionsDefinition[Any] | None) -> bool:
+    """Returns whether each partition of `definition` has a time window, by itself or by its only dimension of time windows."""
+    dimensions = [definition]
+    if isinstance(definition, dg.MultiPartitionsDefinition):
+        dimensions = [each.partitions_def for each in definition.partitions_defs]
+    return sum(isinstance(each, dg.TimeWindowPartitionsDefinition) for each in dimensions) == 1
+
+
 def _with_partition_range(data: PipesContextData, context: dg.OpExecutionContext) -> PipesContextData:
     """Returns the Pipes context `data` with partition range and time window, which Dagster 1.13 omits for several partitions.
 
@@ -189,7 +197,7 @@ def _with_partition_range(data: PipesContextData, context: dg.OpExecutionContext
         return data
     keys = context.partition_key_range
     data = {**data, "partition_key_range": {"start": keys.start, "end": keys.end}}
-    if context.has_assets_def and isinstance(context.assets_def.partitions_def, dg.TimeWindowPartitionsDefinition):
+    if context.has_assets_def and has_time_windows(context.assets_def.partitions_def):
         window = context.partition_time_window
         data = {**data, "partition_time_window": {"start": window.start.isoformat(), "end": window.end.isoformat()}}
     return data
