@@ -143,7 +143,7 @@ class RecordPipes(dg.PipesContextInjector, dg.PipesMessageReader):
 
     @contextlib.contextmanager
     def inject_context(self, context_data: PipesContextData) -> Iterator[PipesParams]:
-        self.pipes_context = _with_partition_range(context_data, self._context)
+        self.pipes_context = with_partition_range(context_data, self._context)
         yield {}
 
     @contextlib.contextmanager
@@ -188,16 +188,17 @@ def has_time_windows(definition: dg.PartitionsDefinition[Any] | None) -> bool:
     return sum(isinstance(each, dg.TimeWindowPartitionsDefinition) for each in dimensions) == 1
 
 
-def _with_partition_range(data: PipesContextData, context: dg.OpExecutionContext) -> PipesContextData:
-    """Returns the Pipes context `data` with partition range and time window, which Dagster 1.13 omits for several partitions.
+def with_partition_range(data: PipesContextData, context: dg.OpExecutionContext) -> PipesContextData:
+    """Returns the Pipes context `data` with the partition range and the time window of the Dagster run.
 
-    For a single partition or none, `data` is returned unchanged.
+    Dagster 1.13 omits both for several partitions. Without partitions, and if `data` has a partition range, `data` is returned
+    unchanged.
     """
-    if data["partition_key_range"] is not None or not context.has_partition_key_range:
+    if data["partition_key_range"] is not None or not (context.has_partition_key or context.has_partition_key_range):
         return data
     keys = context.partition_key_range
     data = {**data, "partition_key_range": {"start": keys.start, "end": keys.end}}
-    if context.has_assets_def and has_time_windows(context.assets_def.partitions_def):
+    if has_time_windows(context.get_step_execution_context().run_partitions_def):
         window = context.partition_time_window
         data = {**data, "partition_time_window": {"start": window.start.isoformat(), "end": window.end.isoformat()}}
     return data
