@@ -41,6 +41,7 @@ from .execution.partition_results import PartitionOptions
 from .execution.reattach import next_call
 from .execution.run import Steps, drive, executing, start_errors
 from .failures import CompletedRun, RunFailure, apply_retry_policy
+from .follow.forward import with_partition_range
 from .follow.hub import hub_of
 from .handle import TAG, RunHandle
 from .runtime.protocol.spec import RaySpec
@@ -230,6 +231,8 @@ def submit_and_leave(
             requeue=(call.parts[0].queue if call.parts else backend.queue).requeue,
         )
         pipes_context = terminal.pipes_context(step, partition_key, run_id, extras or {})
+        if op_context is not None and partition_key == (op_context.partition_key if op_context.has_partition_key else None):
+            pipes_context = with_partition_range(pipes_context, op_context)
         handle = submitted.submit_and_leave(step, plan, backend, resource, pipes_context, handle, log)
         if op_context is not None:
             base = Layout.here(resource.local_base).base

@@ -538,7 +538,10 @@ class Arrays:
         jobs = [f"{array.array_id}_{number}" for array, number, _ in pending]
         if len(jobs) > _MOST_NAMED or not all(each.begun for _, _, each in pending):
             jobs = list(dict.fromkeys(array.job.job_id for array, _, _ in pending))
-        facts = fetch_element_facts(self.connection, jobs)
+        try:
+            facts = fetch_element_facts(self.connection, jobs)
+        except TimeoutError:  # sacct hangs; the other elements must not wait for it.
+            facts = {}
         for array, number, element in pending:
             ended = element.ended
             assert ended is not None and ended.explain_by is not None
@@ -554,13 +557,14 @@ class Arrays:
     def cancel(self) -> None:
         """Cancel all arrays, and wait up to a minute for each until Slurm confirms its end. Submits no further array after that.
 
-        Logs an error if Slurm does not confirm an end. Raises OSError if the cluster is out of reach.
+        Logs an error if Slurm does not confirm an end.
         """
         self.waiting = []
         alive = [array for array in self.running if array.open]
         if alive:
             with_all = ["scancel", *(array.job.job_id for array in alive)]
-            run_slurm(self.connection, with_all, timeout=60)
+            with contextlib.suppress(OSError):  # Each array is cancelled once more below.
+                run_slurm(self.connection, with_all, timeout=60)
         for array in alive:
             array.job.cancelled = True
             array.job.cancel_until_gone()

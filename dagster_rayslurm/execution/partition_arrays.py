@@ -334,8 +334,7 @@ class _ArrayRun:
             return
         if self.arrays.open:
             self.log.warning(f"[rayslurm] ending Slurm job array {self.job_ids}: {type(error).__name__}")
-        with suppress(OSError):
-            self.arrays.cancel()
+        self.arrays.cancel()
         with suppress(OSError, RunFailure, Superseded):
             for ended in self.arrays.poll():
                 if ended.evidence.end is not None and ended.evidence.end.get("exit_code") == 0:

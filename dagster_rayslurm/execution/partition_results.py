@@ -22,7 +22,7 @@ from ..compute_fields import ComputeFields
 from ..errors import FailureKind
 from ..failures import CompletedRun, RunFailure
 from ..follow import Evidence
-from ..follow.forward import RecordPipes
+from ..follow.forward import RecordPipes, has_time_windows
 from ..outcome.verdict import SUCCESS, Verdict, judge, with_hint
 from ..plan import Plan
 from ..runtime.payload.partition_runner import METHOD, PARTITIONS, Chunk, span_of
@@ -290,10 +290,10 @@ class PartitionResults:
 
     def _window(self, key: str) -> dict[str, str] | None:
         """Returns the ISO times `start` and `end` of the partition `key`; None if the asset's partitions have no time windows."""
-        definition = self.context.assets_def.partitions_def
-        if not isinstance(definition, dg.TimeWindowPartitionsDefinition):
+        definition: Any = self.context.assets_def.partitions_def
+        if not has_time_windows(definition):
             return None
-        window = definition.time_window_for_partition_key(key)
+        window = definition.time_window_for_partition_key(self.keys[key])
         return {"start": window.start.isoformat(), "end": window.end.isoformat()}
 
     # ---- What users are told

@@ -143,7 +143,7 @@ class RecordPipes(dg.PipesContextInjector, dg.PipesMessageReader):
 
     @contextlib.contextmanager
     def inject_context(self, context_data: PipesContextData) -> Iterator[PipesParams]:
-        self.pipes_context = _with_partition_range(context_data, self._context)
+        self.pipes_context = with_partition_range(context_data, self._context)
         yield {}
 
     @contextlib.contextmanager
@@ -180,16 +180,25 @@ class RecordPipes(dg.PipesContextInjector, dg.PipesMessageReader):
             self._context.log.removeFilter(keep)
 
 
-def _with_partition_range(data: PipesContextData, context: dg.OpExecutionContext) -> PipesContextData:
-    """Returns the Pipes context `data` with partition range and time window, which Dagster 1.13 omits for several partitions.
+def has_time_windows(definition: dg.PartitionsDefinition[Any] | None) -> bool:
+    """Returns whether each partition of `definition` has a time window, by itself or by its only dimension of time windows."""
+    dimensions = [definition]
+    if isinstance(definition, dg.MultiPartitionsDefinition):
+        dimensions = [each.partitions_def for each in definition.partitions_defs]
+    return sum(isinstance(each, dg.TimeWindowPartitionsDefinition) for each in dimensions) == 1
 
-    For a single partition or none, `data` is returned unchanged.
+
+def with_partition_range(data: PipesContextData, context: dg.OpExecutionContext) -> PipesContextData:
+    """Returns the Pipes context `data` with the partition range and the time window of the Dagster run.
+
+    Dagster 1.13 omits both for several partitions. Without partitions, and if `data` has a partition range, `data` is returned
+    unchanged.
     """
-    if data["partition_key_range"] is not None or not context.has_partition_key_range:
+    if data["partition_key_range"] is not None or not (context.has_partition_key or context.has_partition_key_range):
         return data
     keys = context.partition_key_range
     data = {**data, "partition_key_range": {"start": keys.start, "end": keys.end}}
-    if context.has_assets_def and isinstance(context.assets_def.partitions_def, dg.TimeWindowPartitionsDefinition):
+    if has_time_windows(context.get_step_execution_context().run_partitions_def):
         window = context.partition_time_window
         data = {**data, "partition_time_window": {"start": window.start.isoformat(), "end": window.end.isoformat()}}
     return data

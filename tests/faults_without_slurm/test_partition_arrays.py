@@ -13,9 +13,12 @@ import dagster as dg
 import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource, SlurmResource
+from dagster_rayslurm.backends import array
 from dagster_rayslurm.backends.listing import list_here
 from dagster_rayslurm.edge import elements
 from dagster_rayslurm.runtime.protocol.record import encode
+from dagster_rayslurm.slurm import accounting
+from dagster_rayslurm.ssh.base import ConnectionFailed
 
 from ..conftest import pipes_script, wait_until
 from ..fake_slurm import FakeSlurm
@@ -231,6 +234,43 @@ def test_an_element_whose_runtime_is_killed(
     assert scene.failed["part 00"].startswith("NODE_FAIL: Slurm job 1_0 on c1 is lost"), scene.failed
     assert scene.failed["part 01"].startswith("TIMEOUT: Slurm job 1_1 was ended at its time limit"), scene.failed
     assert scene.failures[0].kind == "allocation"
+
+
+def test_the_arrays_are_cancelled_although_the_first_scancel_fails(
+    compute: ComputeResource, script: Callable[..., Path], fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ConnectionFailed("the connection is lost")
+
+    monkeypatch.setattr(array, "run_slurm", broken)
+    fake_slurm.set(starts=False)
+    fields = {name: getattr(compute, name) for name in ("mode", "slurm", "default_launcher", "local_base")}
+    scene = Scene(ComputeResource(**fields, queue_timeout=1))
+    assert not scene.run(str(script("pass")), tags=tags(KEYS[:4]), allocation="each").success
+    assert scene.failures[0].kind == "allocation", scene.failures
+    assert fake_slurm.jobs() and not fake_slurm.jobs("PENDING", "RUNNING", "COMPLETING")
+
+
+def test_a_silent_sacct_delays_no_element(
+    scene: Scene, script: Callable[..., Path], tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's queue says how the lost element ended, and the other element is materialized."""
+    monkeypatch.setattr(accounting, "_TIMEOUT", 0.5)
+    fake_slurm.fault("sacct", delay=5, times=-1)
+    payload = str(script(WAITS.format(home=str(tmp_path))))
+
+    def lose() -> None:
+        assert wait_until(lambda: len(list(tmp_path.glob("up *"))) == 2, 60)
+        fake_slurm.end(2, "NODE_FAIL")
+        assert wait_until(lambda: fake_slurm.calls("sacct"), 60)
+        (tmp_path / "go").touch()
+
+    thread = threading.Thread(target=lose)
+    thread.start()
+    scene.run(payload, tags=tags(KEYS[:2]), allocation="each", uses_pipes=False)
+    thread.join()
+    assert sorted(scene.materializations()) == ["part 01"], scene.failures
+    assert scene.failures[0].kind == "allocation" and scene.failed["part 00"].startswith("NODE_FAIL: Slurm job 1_0 on c1 is lost")
 
 
 COMPUTE = """ComputeResource(

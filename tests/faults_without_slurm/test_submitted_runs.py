@@ -78,6 +78,34 @@ def test_a_submitted_run_is_followed_by_its_handle_before_and_after_its_end(
     assert len(fake_slurm.jobs()) == 1
 
 
+@pytest.mark.parametrize("last", ["2026-01-01", "2026-01-02"])
+def test_the_payload_of_a_step_has_the_partitions_of_the_step(
+    last: str, fake_slurm: FakeSlurm, tmp_path: Path, script: Any
+) -> None:
+    payload = script(
+        pipes_script("""
+        keys, window = pipes.partition_key_range, pipes.partition_time_window
+        seen = [keys["start"], keys["end"], window["start"][:10], window["end"][:10]]
+        pipes.report_asset_materialization(metadata={"seen": seen})
+    """)
+    )
+
+    @dg.asset(
+        partitions_def=dg.DailyPartitionsDefinition("2026-01-01", end_date="2026-01-04"),
+        backfill_policy=dg.BackfillPolicy.single_run(),
+    )
+    def model(context: dg.AssetExecutionContext, compute: ComputeResource) -> Any:
+        handle = compute.submit(context=context, payload_path=payload)
+        return compute.reattach(handle, context=context).get_materialize_result()
+
+    names = "dagster/asset_partition_range_start", "dagster/asset_partition_range_end"
+    single = last == "2026-01-01"
+    tags = {"dagster/partition": last} if single else dict(zip(names, ("2026-01-01", last), strict=True))
+    result = dg.materialize([model], resources={"compute": resource(tmp_path)}, tags=tags)
+    [made, *_] = result.asset_materializations_for_node("model")
+    assert made.metadata["seen"].value == ["2026-01-01", last, "2026-01-01", "2026-01-02" if single else "2026-01-03"]
+
+
 @pytest.mark.parametrize(("kind", "attempts"), [("submission", 3), ("allocation", 1)])
 def test_the_retry_policy_holds_for_submit_and_reattach(
     kind: str, attempts: int, fake_slurm: FakeSlurm, tmp_path: Path, script: Any

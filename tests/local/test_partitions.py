@@ -133,6 +133,34 @@ def test_each_partition_has_its_own_key_and_time_window_and_is_materialized_once
     assert sorted(scene.materializations("below")) == sorted(found)
 
 
+def test_partitions_of_several_dimensions_have_the_time_window_of_one(
+    scene: Scene, compute: ComputeResource, script: Callable[..., Path]
+) -> None:
+    days = dg.DailyPartitionsDefinition("2026-01-01", end_date="2026-01-03")
+    partitions = dg.MultiPartitionsDefinition({"day": days, "region": dg.StaticPartitionsDefinition(["north", "south"])})
+    first, last = "2026-01-01|north", "2026-01-02|south"
+    tags = {"dagster/asset_partition_range_start": first, "dagster/asset_partition_range_end": last}
+    payload = str(
+        script(
+            pipes_script("""
+        window = pipes.partition_time_window
+        pipes.report_asset_materialization(metadata={"window": window["start"][:10] + " " + window["end"][:10]})
+    """)
+        )
+    )
+    assert scene.run(payload, partitions, tags).success, scene.failures
+    windows = {"2026-01-01": "2026-01-01 2026-01-02", "2026-01-02": "2026-01-02 2026-01-03"}
+    expected = {f"{day}|{region}": window for day, window in windows.items() for region in ("north", "south")}
+    assert {key: each["window"] for key, [each] in scene.materializations().items()} == expected
+
+    @dg.asset(partitions_def=partitions, backfill_policy=SINGLE_RUN)
+    def together(context: dg.AssetExecutionContext, compute: ComputeResource) -> Any:
+        return compute.run(context=context, payload_path=payload, launcher=BashLauncher()).get_materialize_result()
+
+    result = dg.materialize([together], resources={"compute": compute}, tags=tags)
+    assert result.asset_materializations_for_node("together")[0].metadata["window"].value == "2026-01-01 2026-01-03"
+
+
 CHUNK = pipes_script("""
 import os, pathlib
 here = pathlib.Path(__file__).parent
