@@ -25,7 +25,7 @@ def test_a_hurried_run_measures_a_job_and_the_phases_of_a_cold_one(stack: Stack,
     assert [sample.label for sample in whole.also] == [label for _, label in PHASES]
     assert sum(sample.median for sample in whole.also) == pytest.approx(whole.ours.median, abs=1.0)
     assert all(sample.median > 0 for sample in phases.figures[1].also)
-    (only,) = bash.figures
-    assert only.by_hand is not None and only.ratio is not None and only.ratio > 0  # By chance, Slurm starts either job a second later.
+    (only,) = bash.figures  # Its ratio may be small or large: by chance, Slurm starts either job a second later.
+    assert only.by_hand is not None and only.ratio is not None and only.ratio > 0
     assert {"slurm", "ray", "dagster", "cpus"} <= found.parts[0].machine.keys()
     assert "phases.svg" in render(found, "results.json").charts
