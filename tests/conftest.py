@@ -145,6 +145,15 @@ def marked_processes(mark: str) -> list[psutil.Process]:
     return found
 
 
+def open_files(below: Path) -> list[str]:
+    """The open files and directories of this process whose paths begin with `below`; files of other threads may come and go."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [path for path in found if path.startswith(str(below))]
+
+
 def wait_until(condition: Callable[[], Any], timeout: float = 30.0) -> Any:
     """The condition's first true value, or its last value after `timeout` seconds. A slow condition is evaluated less often."""
     deadline = time.monotonic() + timeout

@@ -23,7 +23,7 @@ from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
 from dagster_rayslurm.runtime.ray.node_main import lacks_tokens, refuse_version
 from dagster_rayslurm.runtime.ray.ray_node import RayNode, start_arguments
 
-from ..conftest import small_disk
+from ..conftest import open_files, small_disk
 
 HERE = resources.NodeResources("n1", num_cpus=4, num_gpus=1, memory=64 * 2**30, memory_limit=None)
 
@@ -222,13 +222,12 @@ def test_a_directory_that_cannot_be_scratch_is_not_left_behind(
         raise OSError(errno.ENOLCK if fault == "lock" else errno.ENOSPC, "no")
 
     monkeypatch.setattr(*((scratch.fcntl, "flock") if fault == "lock" else (scratch, "open")), refuse, raising=False)
-    before = {base: set(os.listdir(base)) for base in scratch._bases(short=True)}
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before = {base: {*os.listdir(base), *open_files(Path(base))} for base in scratch._bases(short=True)}
     with pytest.raises(OSError, match="no"):
         scratch.Scratch()
     for base, names in before.items():
         assert not [name for name in set(os.listdir(base)) - names if name.startswith("rs-")]
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+        assert not [path for path in open_files(Path(base)) if path not in names and "/rs-" in path]
 
 
 def test_sweeping_takes_what_a_dead_runtime_left_and_nothing_else(scratch_base: Path) -> None:

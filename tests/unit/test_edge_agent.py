@@ -25,7 +25,7 @@ from dagster_rayslurm.ssh.base import ConnectionFailed, ConnectionGone, Connecti
 from dagster_rayslurm.ssh.connection import AgentClient, SSHConnection, agent_command
 from dagster_rayslurm.ssh.local import LocalConnection
 
-from ..conftest import marked_processes, wait_until
+from ..conftest import marked_processes, open_files, wait_until
 
 SHELLS = [shell for shell in ("dash", "bash", "busybox", "zsh", "tcsh", "fish") if shutil.which(shell)]
 
@@ -400,7 +400,6 @@ def test_an_upload_whose_file_was_removed(tmp_path: Path) -> None:
 
 def test_a_download_goes_on_in_the_same_version_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"abcdef")
-    before = len(os.listdir("/proc/self/fd"))
     fd, version, start, data = files.open_read(str(tmp_path / "file"), [], 2, 3)
     assert (version[0], start, data, files.read_at(fd, 3, 10)) == (6, 0, b"abc", b"def")
     files.close(fd)
@@ -409,4 +408,4 @@ def test_a_download_goes_on_in_the_same_version_of_a_file(tmp_path: Path) -> Non
     files.close(fd)
     with pytest.raises(IsADirectoryError):
         files.open_read(str(tmp_path), [], 0, 2)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_files(tmp_path)
